@@ -1,0 +1,30 @@
+package schemas
+
+import "time"
+
+// Alert is one change of one alert: it began to fire, or it was resolved. Its JSON is the webhook's body and the
+// message on weir.alert.v1.<severity>.
+type Alert struct {
+	Type      string    `json:"type"`     // weir.alert.firing or weir.alert.resolved
+	Name      string    `json:"alert"`    // low-tokens, clock-drift, anomaly, …
+	Severity  string    `json:"severity"` // info, warning or critical
+	DedupKey  string    `json:"dedup_key"`
+	Tenant    string    `json:"tenant,omitempty"`
+	Rule      string    `json:"rule,omitempty"`
+	Gateway   string    `json:"gateway,omitempty"`
+	Summary   string    `json:"summary"`
+	Value     float64   `json:"value"`
+	Threshold float64   `json:"threshold"`
+	StartsAt  time.Time `json:"starts_at"`
+	EndsAt    time.Time `json:"ends_at,omitzero"` // zero while firing
+}
+
+// Types and severities of an Alert.
+const (
+	AlertFiring   = "weir.alert.firing"
+	AlertResolved = "weir.alert.resolved"
+
+	SeverityInfo     = "info"
+	SeverityWarning  = "warning"
+	SeverityCritical = "critical"
+)

@@ -1,0 +1,42 @@
+package schemas
+
+import "time"
+
+// ThrottleUpdate says what part of each limit one gateway may spend. Every message, even an empty one, renews the
+// time to live of the shares that the gateway holds.
+type ThrottleUpdate struct {
+	Gateways int           // gateways alive, the receiver included: the divisor for keys without a share
+	TTL      time.Duration // how long shares hold without another message from the centre
+	Snapshot bool          // every live share of the gateway, in answer to a request
+	Shares   []Share
+}
+
+// Share is a gateway's part of one key's limit. Versions of a key only grow, also over a restart of the centre:
+// an older or equal version is ignored, so that late, repeated and reordered updates are harmless.
+type Share struct {
+	Rule, Key      string
+	Version        uint64
+	RateNanos      int64 // billionths of a token per second
+	Burst          int64
+	LimitRateNanos int64 // the whole limit that this share was cut from
+	LimitBurst     int64
+	Reason         string // demand, debt or newcomer
+	Level          int64  // tokens in the central bucket, negative in debt
+}
+
+// Heartbeat is a gateway's sign of life.
+type Heartbeat struct {
+	Gateway        string // from the subject
+	Boot           string
+	SentAt         time.Time
+	PolicyVersion  uint64
+	Mode           string        // synced, stale, isolated or local
+	ClockOffset    time.Duration // the centre's clock less the gateway's, round trip taken out
+	ClockError     time.Duration // the offset is within this
+	ClockKnown     bool
+	PendingReports uint64 // sealed and not yet acknowledged
+	Version        string // of weir
+}
+
+// ClockReply carries the two middle timestamps of a clock measurement, by the centre's clock.
+type ClockReply struct{ Received, Sent time.Time }
