@@ -1,0 +1,1079 @@
+package limits
+
+import (
+	"bytes"
+	"cmp"
+	"crypto/sha256"
+	"encoding/binary"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"math/big"
+	"net/netip"
+	"net/textproto"
+	"net/url"
+	"os"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+	_ "time/tzdata" // whether a time zone exists must not depend on the machine
+	"unicode"
+	"unicode/utf8"
+
+	"go.yaml.in/yaml/v3"
+
+	"github.com/weirhq/weir/enforcer/bucket"
+)
+
+const (
+	maxFile   = 8 << 20 // bytes of one policy file
+	maxErrors = 100     // mistakes reported at once
+	maxBurst  = 1e9     // tokens
+	maxTenant = 256     // bytes of a tenant's name
+
+	defaultTenantHeader = "X-App-Key"
+	defaultIPv6Prefix   = 64
+)
+
+// Parse reads a policy from the text of one file. Every mistake is reported at once, as joined *[Error] values that begin with
+// name and a line number. A policy is strict: unknown keys, duplicates, anchors, aliases and tags are mistakes.
+func Parse(name string, data []byte) (*Policy, error) {
+	return build([]source{{name, data}})
+}
+
+// Load reads a policy from a file, or from a folder: all its *.yaml and *.yml files in the order of their names, as one
+// policy. Lists are joined, mappings are merged, and what two files both say is a mistake that names both places. Files
+// that start with a dot or #, or end in ~, .bak or .swp are not policy.
+func Load(path string) (*Policy, error) {
+	sources, err := readSources(path)
+	if err != nil {
+		return nil, err
+	}
+	return build(sources)
+}
+
+// source is the text of one policy file.
+type source struct {
+	name string
+	data []byte
+}
+
+func readSources(path string) ([]source, error) {
+	info, err := os.Stat(path)
+	if err != nil {
+		return nil, fmt.Errorf("read policy: %w", err)
+	}
+	if !info.IsDir() {
+		s, err := readSource(path)
+		if err != nil {
+			return nil, err
+		}
+		return []source{s}, nil
+	}
+	entries, err := os.ReadDir(path) // sorted by name
+	if err != nil {
+		return nil, fmt.Errorf("read policy: %w", err)
+	}
+	var sources []source
+	for _, e := range entries {
+		if !isPolicyName(e.Name()) {
+			continue
+		}
+		file := filepath.Join(path, e.Name())
+		if info, err := os.Stat(file); err == nil && info.IsDir() { // Stat, for in Kubernetes the files are symlinks
+			continue
+		}
+		s, err := readSource(file)
+		if err != nil {
+			return nil, err
+		}
+		sources = append(sources, s)
+	}
+	if len(sources) == 0 {
+		return nil, &Error{File: path, Msg: "folder without a *.yaml or *.yml file"}
+	}
+	return sources, nil
+}
+
+// readSource reads one file, or just enough of it to see that it is too large.
+func readSource(path string) (source, error) {
+	f, err := os.Open(path)
+	if err != nil {
+		return source{}, fmt.Errorf("read policy: %w", err)
+	}
+	defer f.Close() //nolint:errcheck // read only
+	data, err := io.ReadAll(io.LimitReader(f, maxFile+1))
+	if err != nil {
+		return source{}, fmt.Errorf("read policy: %w", err)
+	}
+	return source{path, data}, nil
+}
+
+// isPolicyName says whether a file of a folder is policy, rather than what an editor left behind.
+func isPolicyName(name string) bool {
+	if strings.HasPrefix(name, ".") || strings.HasPrefix(name, "#") {
+		return false
+	}
+	ext := filepath.Ext(name)
+	return ext == ".yaml" || ext == ".yml"
+}
+
+// place is where something is said.
+type place struct {
+	file  string
+	line  int
+	field string
+}
+
+func (p place) at(n *yaml.Node) place { p.line = n.Line; return p }
+
+// key is the place of a key below p. Names that hold more than plain letters are quoted, so that no two fields look alike.
+func (p place) key(name string) place {
+	if !plainName.MatchString(name) {
+		name = strconv.Quote(name)
+	}
+	if p.field != "" {
+		name = p.field + "." + name
+	}
+	p.field = name
+	return p
+}
+
+func (p place) index(i int) place {
+	p.field = fmt.Sprintf("%s[%d]", p.field, i)
+	return p
+}
+
+var plainName = regexp.MustCompile(`^[A-Za-z0-9_-]{1,64}$`)
+
+// builder turns files into a policy and collects the mistakes on the way.
+type builder struct {
+	policy Policy
+	errs   []*Error
+	said   map[string]place // what may be said once, by field
+
+	plans, tenants []named
+	defaultPlan    place
+	rules          []ruleText
+}
+
+// named is a plan or a tenant as the file has it, before references are resolved.
+type named struct {
+	name      string
+	place     place
+	plan      string // of a tenant
+	planPlace place
+	limit     limitText
+	quota     *Quota
+	owner     Owner
+}
+
+// limitText is a rate and a burst, each of which may be missing or wrong.
+type limitText struct {
+	rate      bucket.Rate
+	perSecond int64 // the rate's whole tokens per second, rounded up: its default burst
+	deny      bool  // the rate is 0
+	unlimited bool
+	hasRate   bool // also when the rate is wrong
+	burst     int64
+	hasBurst  bool // also when the burst is wrong
+}
+
+// limit is the limit that a valid rate and burst make.
+func (l limitText) limit() bucket.Limit {
+	switch {
+	case l.unlimited:
+		return bucket.Limit{Unlimited: true}
+	case l.deny:
+		return bucket.Limit{}
+	case !l.hasBurst:
+		l.burst = min(max(l.perSecond, 1), maxBurst)
+	}
+	return bucket.Limit{Rate: l.rate, Burst: l.burst}
+}
+
+// over is l with base's values where l says nothing.
+func (l limitText) over(base limitText) limitText {
+	if !l.hasRate {
+		l.rate, l.perSecond, l.deny, l.unlimited, l.hasRate = base.rate, base.perSecond, base.deny, base.unlimited, base.hasRate
+	}
+	if !l.hasBurst {
+		l.burst, l.hasBurst = base.burst, base.hasBurst
+	}
+	return l
+}
+
+// ruleText is a rule as the file has it.
+type ruleText struct {
+	rule       Rule
+	place      place
+	keyPlace   place
+	routesAt   []place // of each of rule.Routes
+	limit      limitText
+	limitPlace place // of the key limit; its zero value when there is none
+	hasLayer   bool  // a valid one
+	hasKey     bool  // a valid one
+}
+
+func build(sources []source) (*Policy, error) {
+	b := &builder{said: map[string]place{}}
+	b.policy.Identity = Identity{TenantName: defaultTenantHeader, IPv6Prefix: defaultIPv6Prefix}
+	first := place{file: sources[0].name, line: 1}
+	for _, s := range sources {
+		if root := b.parseYAML(s); root != nil {
+			b.file(place{file: s.name}, root)
+		}
+	}
+	b.resolve(first)
+	if len(b.errs) > 0 {
+		return nil, b.joined(sources)
+	}
+	b.policy.Version = version(&b.policy)
+	return &b.policy, nil
+}
+
+func (b *builder) fail(at place, format string, args ...any) {
+	b.errs = append(b.errs, &Error{File: at.file, Line: at.line, Field: at.field, Msg: fmt.Sprintf(format, args...)})
+}
+
+// joined is all mistakes in the order of files and lines.
+func (b *builder) joined(sources []source) error {
+	order := map[string]int{}
+	for i, s := range sources {
+		order[s.name] = i
+	}
+	slices.SortStableFunc(b.errs, func(x, y *Error) int {
+		return cmp.Or(cmp.Compare(order[x.File], order[y.File]), cmp.Compare(x.Line, y.Line))
+	})
+	var errs []error
+	for i, e := range b.errs {
+		if i == maxErrors {
+			errs = append(errs, &Error{File: e.File, Line: e.Line, Msg: fmt.Sprintf("and %d more mistakes from here on", len(b.errs)-i)})
+			break
+		}
+		errs = append(errs, e)
+	}
+	return errors.Join(errs...)
+}
+
+// parseYAML is the root of the one document in s, or nil after a mistake.
+func (b *builder) parseYAML(s source) *yaml.Node {
+	at := place{file: s.name, line: 1}
+	if len(s.data) > maxFile {
+		b.fail(at, "file is larger than %d MiB", maxFile>>20)
+		return nil
+	}
+	if i := firstNoise(s.data); i >= 0 {
+		at.line = 1 + bytes.Count(s.data[:i], []byte("\n"))
+		b.fail(at, "not a text file: byte %#02x is not UTF-8 text", s.data[i])
+		return nil
+	}
+	dec := yaml.NewDecoder(bytes.NewReader(s.data))
+	var doc, second yaml.Node
+	err := dec.Decode(&doc)
+	if errors.Is(err, io.EOF) || err == nil && isNull(doc.Content[0]) {
+		b.fail(at, "file is empty")
+		return nil
+	}
+	if err == nil {
+		if err = dec.Decode(&second); err == nil {
+			b.fail(at.at(&second), "a second document starts here: a file holds one")
+			return nil
+		}
+	}
+	if !errors.Is(err, io.EOF) {
+		var msg string
+		if at.line, msg = yamlError(err); tabIndented(s.data, at.line) {
+			msg = "tab in the indentation: YAML wants spaces"
+		}
+		b.fail(at, "%s", msg)
+		return nil
+	}
+	root := doc.Content[0]
+	if !b.plainNodes(at, root) {
+		return nil
+	}
+	return root
+}
+
+// firstNoise is the index of the first byte that no text file has, or -1.
+func firstNoise(data []byte) int {
+	for i := 0; i < len(data); {
+		r, n := utf8.DecodeRune(data[i:])
+		if r == utf8.RuneError && n == 1 || r < ' ' && r != '\n' && r != '\r' && r != '\t' {
+			return i
+		}
+		i += n
+	}
+	return -1
+}
+
+var yamlLine = regexp.MustCompile(`^line (\d+): `)
+
+// yamlError takes the line out of the text of a YAML error, which has it nowhere else.
+func yamlError(err error) (line int, msg string) {
+	msg = strings.TrimPrefix(err.Error(), "yaml: ")
+	line = 1 // which the parser leaves out
+	if m := yamlLine.FindStringSubmatch(msg); m != nil {
+		line, _ = strconv.Atoi(m[1])
+		msg = msg[len(m[0]):]
+	}
+	return line, "not valid YAML: " + msg
+}
+
+func tabIndented(data []byte, line int) bool {
+	n := 1
+	for l := range bytes.Lines(data) {
+		if n == line {
+			indent := l[:len(l)-len(bytes.TrimLeft(l, " \t"))]
+			return bytes.IndexByte(indent, '\t') >= 0
+		}
+		n++
+	}
+	return false
+}
+
+// plainNodes refuses what a policy has no use for and what makes small files large.
+func (b *builder) plainNodes(at place, n *yaml.Node) bool {
+	switch {
+	case n.Kind == yaml.AliasNode:
+		b.fail(at.at(n), "alias *%s: a policy file has no aliases", n.Value)
+		return false
+	case n.Anchor != "":
+		b.fail(at.at(n), "anchor &%s: a policy file has no anchors", n.Anchor)
+		return false
+	case n.Style&yaml.TaggedStyle != 0:
+		b.fail(at.at(n), "tag %s: a policy file has no tags", n.Tag)
+		return false
+	}
+	ok := true
+	for _, c := range n.Content {
+		ok = b.plainNodes(at, c) && ok
+	}
+	return ok
+}
+
+// once records that at says something, and reports it if it has been said before.
+func (b *builder) once(key string, at place) bool {
+	if before, ok := b.said[key]; ok {
+		b.fail(at, "duplicate: already given at %s:%d", before.file, before.line)
+		return false
+	}
+	b.said[key] = at
+	return true
+}
+
+// fields hands the values of a mapping with known keys to their functions, in the order of the file.
+func (b *builder) fields(at place, n *yaml.Node, known map[string]func(place, *yaml.Node)) {
+	b.entries(at, n, func(name string, at place, n *yaml.Node) {
+		f, ok := known[name]
+		if !ok {
+			var names []string
+			for k := range known {
+				names = append(names, k)
+			}
+			slices.Sort(names)
+			b.fail(at, "unknown key (known are %s)", strings.Join(names, ", "))
+			return
+		}
+		if b.once(at.field, at) {
+			f(at, n)
+		}
+	})
+}
+
+// entries hands the values of a mapping with free names to each, in the order of the file.
+func (b *builder) entries(at place, n *yaml.Node, each func(name string, at place, n *yaml.Node)) {
+	if n.Kind != yaml.MappingNode {
+		b.fail(at.at(n), "want a mapping, got %s", kind(n))
+		return
+	}
+	for i := 0; i+1 < len(n.Content); i += 2 {
+		k, v := n.Content[i], n.Content[i+1]
+		if k.Kind != yaml.ScalarNode || isNull(k) {
+			b.fail(at.at(k), "want a word as key, got %s", kind(k))
+			continue
+		}
+		each(k.Value, at.key(k.Value).at(k), v)
+	}
+}
+
+// items hands the items of a list to each.
+func (b *builder) items(at place, n *yaml.Node, each func(place, *yaml.Node)) {
+	if n.Kind != yaml.SequenceNode {
+		b.fail(at.at(n), "want a list, got %s", kind(n))
+		return
+	}
+	for i, c := range n.Content {
+		each(at.index(i).at(c), c)
+	}
+}
+
+// text is the text of a scalar that is not null.
+func (b *builder) text(at place, n *yaml.Node) (string, bool) {
+	if n.Kind != yaml.ScalarNode || isNull(n) {
+		b.fail(at, "want a word, got %s", kind(n))
+		return "", false
+	}
+	return n.Value, true
+}
+
+// choice is the index of a scalar among words, or of a word that is known but not supported.
+func (b *builder) choice(at place, n *yaml.Node, words []string, unsupported ...string) (int, bool) {
+	s, ok := b.text(at, n)
+	if !ok {
+		return 0, false
+	}
+	if i := slices.Index(words, s); i >= 0 {
+		return i, true
+	}
+	if slices.Contains(unsupported, s) {
+		b.fail(at, "%s is not supported by this version (supported: %s)", s, strings.Join(words, ", "))
+	} else {
+		b.fail(at, "%q is not one of %s", s, strings.Join(slices.Concat(words, unsupported), ", "))
+	}
+	return 0, false
+}
+
+// integer is a decimal whole number in [least, most].
+func (b *builder) integer(at place, n *yaml.Node, least, most int64) (int64, bool) {
+	if n.Kind != yaml.ScalarNode || n.ShortTag() != "!!int" {
+		b.fail(at, "want a whole number, got %s", kind(n))
+		return 0, false
+	}
+	i, err := strconv.ParseInt(n.Value, 10, 64)
+	if err != nil || i < least || i > most {
+		b.fail(at, "%s is not a whole number from %d to %d", n.Value, least, most)
+		return 0, false
+	}
+	return i, true
+}
+
+// name is a name that can stand in a metric, a table and a subject without quoting.
+func (b *builder) name(at place, n *yaml.Node) (string, bool) {
+	s, ok := b.text(at, n)
+	if ok && !plainName.MatchString(s) {
+		b.fail(at, "name %q: want 1 to 64 of A-Z a-z 0-9 _ -", s)
+		return "", false
+	}
+	return s, ok
+}
+
+func isNull(n *yaml.Node) bool { return n.Kind == yaml.ScalarNode && n.ShortTag() == "!!null" }
+
+// kind says what a node is, for messages.
+func kind(n *yaml.Node) string {
+	switch n.Kind {
+	case yaml.MappingNode:
+		return "a mapping"
+	case yaml.SequenceNode:
+		return "a list"
+	}
+	if isNull(n) {
+		return "nothing"
+	}
+	v := []rune(n.Value)
+	if len(v) > 40 {
+		v = append(v[:40], '…')
+	}
+	return strconv.Quote(string(v))
+}
+
+// file reads one file of the policy.
+func (b *builder) file(at place, root *yaml.Node) {
+	once := map[string]func(place, *yaml.Node){
+		"version": func(at place, n *yaml.Node) {
+			b.integer(at, n, 1, 1)
+		},
+		"identity": b.identity,
+		"routes": func(at place, n *yaml.Node) {
+			b.items(at, n, b.route)
+		},
+		"plans": func(at place, n *yaml.Node) {
+			b.entries(at, n, b.plan)
+		},
+		"tenants": func(at place, n *yaml.Node) {
+			b.entries(at, n, b.tenant)
+		},
+		"default_plan": func(at place, n *yaml.Node) {
+			if b.once("default plan", at) {
+				b.policy.DefaultPlan, _ = b.name(at, n)
+				b.defaultPlan = at
+			}
+		},
+		"rules": func(at place, n *yaml.Node) {
+			b.items(at, n, b.rule)
+		},
+	}
+	for name := range once {
+		delete(b.said, name) // a file repeats the headings of another
+	}
+	for field := range b.said {
+		if strings.HasPrefix(field, "routes[") || strings.HasPrefix(field, "rules[") {
+			delete(b.said, field) // the numbering starts afresh
+		}
+	}
+	b.fields(at, root, once)
+	if _, ok := b.said["version"]; !ok {
+		at.line = 1
+		b.fail(at, "version is missing: the first line should be version: 1")
+	}
+}
+
+func (b *builder) identity(at place, n *yaml.Node) {
+	b.fields(at, n, map[string]func(place, *yaml.Node){
+		"tenant": b.tenantSource,
+		"trusted_proxies": func(at place, n *yaml.Node) {
+			b.items(at, n, func(at place, n *yaml.Node) {
+				if s, ok := b.text(at, n); ok {
+					if p, err := parsePrefix(s); err != nil {
+						b.fail(at, "%v", err)
+					} else {
+						b.policy.Identity.TrustedProxies = append(b.policy.Identity.TrustedProxies, p)
+					}
+				}
+			})
+		},
+		"ipv6_prefix": func(at place, n *yaml.Node) {
+			if i, ok := b.integer(at, n, 1, 128); ok {
+				b.policy.Identity.IPv6Prefix = int(i)
+			}
+		},
+	})
+}
+
+// parsePrefix reads a network or a single address.
+func parsePrefix(s string) (netip.Prefix, error) {
+	if a, err := netip.ParseAddr(s); err == nil && a.Zone() == "" {
+		a = a.Unmap()
+		return netip.PrefixFrom(a, a.BitLen()), nil
+	}
+	p, err := netip.ParsePrefix(s)
+	switch {
+	case err != nil:
+		return p, fmt.Errorf("%q is neither an address nor a network such as 10.0.0.0/8", s)
+	case p.Addr().Is4In6():
+		return p, fmt.Errorf("%s: write IPv4 networks as IPv4", s)
+	case p != p.Masked():
+		return p, fmt.Errorf("%s has bits set beyond its prefix: did you mean %s or %s?", s, p.Masked(), p.Addr())
+	}
+	return p, nil
+}
+
+func (b *builder) tenantSource(at place, n *yaml.Node) {
+	id := &b.policy.Identity
+	if n.Kind == yaml.MappingNode && len(n.Content) != 2 {
+		b.fail(at, "want exactly one of header, query, basic, client_ip")
+		return
+	}
+	b.fields(at, n, map[string]func(place, *yaml.Node){
+		"header": func(at place, n *yaml.Node) {
+			if s, ok := b.header(at, n); ok {
+				id.Tenant, id.TenantName = TenantFromHeader, s
+			}
+		},
+		"query": func(at place, n *yaml.Node) {
+			s, ok := b.text(at, n)
+			if ok && s == "" {
+				b.fail(at, "want the name of a query parameter")
+			} else if ok {
+				id.Tenant, id.TenantName = TenantFromQuery, s
+			}
+		},
+		"basic": func(at place, n *yaml.Node) {
+			if _, ok := b.choice(at, n, []string{"user"}); ok {
+				id.Tenant, id.TenantName = TenantFromBasic, ""
+			}
+		},
+		"client_ip": func(at place, n *yaml.Node) {
+			if _, ok := b.choice(at, n, []string{"true"}); ok {
+				id.Tenant, id.TenantName = TenantFromClientIP, ""
+			}
+		},
+		"claim": func(at place, _ *yaml.Node) {
+			b.fail(at, "claim is not supported by this version (supported: header, query, basic, client_ip)")
+		},
+	})
+}
+
+// header is the canonical form of a header name.
+func (b *builder) header(at place, n *yaml.Node) (string, bool) {
+	s, ok := b.text(at, n)
+	if ok && !isToken(s) {
+		b.fail(at, "%q is not a header name", s)
+		return "", false
+	}
+	return textproto.CanonicalMIMEHeaderKey(s), ok
+}
+
+// isToken says whether s is a token of RFC 9110, which header names and methods are.
+func isToken(s string) bool {
+	for i := range len(s) {
+		c := s[i]
+		if (c|0x20 < 'a' || c|0x20 > 'z') && (c < '0' || c > '9') && strings.IndexByte("!#$%&'*+-.^_`|~", c) < 0 {
+			return false
+		}
+	}
+	return s != "" && len(s) <= 256
+}
+
+func (b *builder) route(at place, n *yaml.Node) {
+	var r Route
+	start := len(b.errs)
+	b.fields(at, n, map[string]func(place, *yaml.Node){
+		"name": func(at place, n *yaml.Node) {
+			s, ok := b.name(at, n)
+			switch {
+			case ok && s == OtherRoute:
+				b.fail(at, "%s is the name of the requests that match no route", OtherRoute)
+			case ok && b.once("route "+s, at):
+				r.Name = s
+			}
+		},
+		"match": func(at place, n *yaml.Node) {
+			b.fields(at, n, map[string]func(place, *yaml.Node){
+				"methods": func(at place, n *yaml.Node) {
+					b.items(at, n, func(at place, n *yaml.Node) {
+						s, ok := b.text(at, n)
+						switch {
+						case ok && (!isToken(s) || s != strings.ToUpper(s)):
+							b.fail(at, "%q is not a method: want one in capitals, such as GET", s)
+						case ok:
+							r.Methods = append(r.Methods, s)
+						}
+					})
+					if n.Kind == yaml.SequenceNode && len(n.Content) == 0 {
+						b.fail(at, "no method: leave methods out to match every method")
+					}
+				},
+				"path": func(at place, n *yaml.Node) {
+					if s, ok := b.text(at, n); ok {
+						var err error
+						if r.path, err = parsePath(s); err != nil {
+							b.fail(at, "%v", err)
+						}
+						r.Path = s
+					}
+				},
+			})
+			if n.Kind == yaml.MappingNode {
+				b.need(at, "path")
+			}
+		},
+	})
+	if n.Kind == yaml.MappingNode {
+		b.need(at, "name", "match")
+	}
+	if len(b.errs) == start {
+		b.policy.Routes = append(b.policy.Routes, r)
+	}
+}
+
+// need reports the keys that a mapping lacks.
+func (b *builder) need(at place, names ...string) {
+	for _, name := range names {
+		if _, ok := b.said[at.key(name).field]; !ok {
+			b.fail(at, "%s is missing", name)
+		}
+	}
+}
+
+// limitFields are the two keys that make a limit.
+func (b *builder) limitFields(l *limitText) map[string]func(place, *yaml.Node) {
+	return map[string]func(place, *yaml.Node){
+		"rate": func(at place, n *yaml.Node) {
+			l.hasRate = true
+			s, ok := b.text(at, n)
+			if !ok {
+				return
+			}
+			rate, err := parseRate(s)
+			if err != nil {
+				b.fail(at, "%v", err)
+				return
+			}
+			l.rate, l.perSecond, l.deny, l.unlimited = rate.rate, rate.perSecond, rate.deny, rate.unlimited
+		},
+		"burst": func(at place, n *yaml.Node) {
+			l.hasBurst = true
+			if i, ok := b.integer(at, n, 1, maxBurst); ok {
+				l.burst = i
+			}
+		},
+	}
+}
+
+func (b *builder) plan(name string, at place, n *yaml.Node) {
+	if !b.once(at.field, at) {
+		return
+	}
+	if !plainName.MatchString(name) || name == Deny {
+		b.fail(at, "name %q: want 1 to 64 of A-Z a-z 0-9 _ -, and not %s", name, Deny)
+	}
+	p := named{name: name, place: at}
+	fields := b.limitFields(&p.limit)
+	fields["quota"] = func(at place, n *yaml.Node) {
+		q := Quota{Timezone: "UTC"}
+		b.fields(at, n, map[string]func(place, *yaml.Node){
+			"limit": func(at place, n *yaml.Node) {
+				q.Limit, _ = b.integer(at, n, 1, 1<<62)
+			},
+			"per": func(at place, n *yaml.Node) {
+				words := []string{"hour", "day", "week", "month"}
+				if i, ok := b.choice(at, n, words); ok {
+					q.Per = words[i]
+				}
+			},
+			"timezone": func(at place, n *yaml.Node) {
+				if s, ok := b.text(at, n); ok {
+					if _, err := time.LoadLocation(s); err != nil || s == "" || s == "Local" {
+						b.fail(at, "%q is not a time zone such as Europe/Paris", s)
+					}
+					q.Timezone = s
+				}
+			},
+		})
+		if n.Kind == yaml.MappingNode {
+			b.need(at, "limit", "per")
+		}
+		p.quota = &q
+	}
+	b.fields(at, n, fields)
+	if n.Kind == yaml.MappingNode {
+		b.need(at, "rate")
+	}
+	b.plans = append(b.plans, p)
+}
+
+func (b *builder) tenant(name string, at place, n *yaml.Node) {
+	if !b.once(at.field, at) {
+		return
+	}
+	if name == "" || len(name) > maxTenant || strings.ContainsFunc(name, unicode.IsControl) {
+		b.fail(at, "a tenant's name is 1 to %d bytes without control characters", maxTenant)
+	}
+	t := named{name: name, place: at}
+	fields := b.limitFields(&t.limit)
+	fields["plan"] = func(at place, n *yaml.Node) {
+		t.plan, _ = b.name(at, n)
+		t.planPlace = at
+	}
+	fields["owner"] = func(at place, n *yaml.Node) {
+		b.fields(at, n, map[string]func(place, *yaml.Node){
+			"webhook": func(at place, n *yaml.Node) {
+				if s, ok := b.text(at, n); ok {
+					u, err := url.Parse(s)
+					if err != nil || u.Scheme != "http" && u.Scheme != "https" || u.Hostname() == "" {
+						b.fail(at, "want an absolute http or https URL") // which may hold a credential, hence unsaid
+						return
+					}
+					t.owner.Webhook = s
+				}
+			},
+		})
+	}
+	b.fields(at, n, fields)
+	b.tenants = append(b.tenants, t)
+}
+
+func (b *builder) rule(at place, n *yaml.Node) {
+	r := ruleText{place: at, keyPlace: at}
+	fields := b.limitFields(&r.limit)
+	fields["name"] = func(at place, n *yaml.Node) {
+		if s, ok := b.name(at, n); ok && b.once("rule "+s, at) {
+			r.rule.Name = s
+		}
+	}
+	fields["layer"] = func(at place, n *yaml.Node) {
+		var i int
+		i, r.hasLayer = b.choice(at, n, layerWords)
+		r.rule.Layer = Layer(i)
+	}
+	fields["key"] = func(at place, n *yaml.Node) {
+		start := len(b.errs)
+		r.keyPlace = at
+		b.items(at, n, func(at place, n *yaml.Node) {
+			if d, ok := b.dimension(at, n); ok {
+				if slices.Contains(r.rule.Key, d) {
+					b.fail(at, "duplicate: %s is in the key already", d)
+				}
+				r.rule.Key = append(r.rule.Key, d)
+			}
+		})
+		r.hasKey = len(b.errs) == start
+	}
+	fields["routes"] = func(at place, n *yaml.Node) {
+		b.items(at, n, func(at place, n *yaml.Node) {
+			if s, ok := b.name(at, n); ok {
+				if slices.Contains(r.rule.Routes, s) {
+					b.fail(at, "duplicate: %s is listed already", s)
+				}
+				r.rule.Routes, r.routesAt = append(r.rule.Routes, s), append(r.routesAt, at)
+			}
+		})
+		if n.Kind == yaml.SequenceNode && len(n.Content) == 0 {
+			b.fail(at, "no route: leave routes out to apply to every route")
+		}
+	}
+	fields["limit"] = func(at place, n *yaml.Node) {
+		if _, ok := b.choice(at, n, []string{"plan"}); ok {
+			r.rule.ByPlan = true
+		}
+		r.limitPlace = at
+	}
+	fields["mode"] = func(at place, n *yaml.Node) {
+		i, _ := b.choice(at, n, modeWords)
+		r.rule.Mode = Mode(i)
+	}
+	fields["algorithm"] = func(at place, n *yaml.Node) {
+		b.choice(at, n, []string{"token-bucket"}, "leaky-bucket", "sliding-window", "fixed-window", "concurrency")
+	}
+	fields["consistency"] = func(at place, n *yaml.Node) {
+		i, _ := b.choice(at, n, consistencyWords, "lease", "strict")
+		r.rule.Consistency = Consistency(i)
+	}
+	b.fields(at, n, fields)
+	if n.Kind != yaml.MappingNode {
+		return
+	}
+	b.need(at, "name", "layer")
+	if !r.hasLayer || r.rule.Layer != LayerGuard {
+		b.need(at, "key")
+	}
+	b.ruleLimit(&r)
+	b.rules = append(b.rules, r)
+}
+
+// ruleLimit checks how a rule's limit goes with its layer and its key.
+func (b *builder) ruleLimit(r *ruleText) {
+	hasLimit := r.limitPlace != place{}
+	switch {
+	case hasLimit && (r.limit.hasRate || r.limit.hasBurst):
+		b.fail(r.limitPlace, "limit: plan and a rate or burst of its own: want one of them")
+	case !hasLimit && !r.limit.hasRate:
+		b.fail(r.place, "rate is missing (or limit: plan)")
+	case r.rule.ByPlan && r.hasKey && !slices.Contains(r.rule.Key, Dimension{Kind: ByTenant}):
+		b.fail(r.limitPlace, "limit: plan needs tenant in the key, or tenants of different plans would share a bucket")
+	}
+	if !hasLimit {
+		r.rule.Fixed = r.limit.limit()
+	}
+	if !r.hasLayer || r.rule.Layer != LayerGuard {
+		return
+	}
+	if len(r.rule.Key) > 0 || len(r.rule.Routes) > 0 {
+		b.fail(r.keyPlace, "a guard protects the whole gateway: its key is [] and it has no routes")
+	}
+	if r.rule.Mode != Enforce {
+		b.fail(r.place, "a guard cannot be switched off: its mode must be enforce")
+	}
+	if r.rule.Fixed.Unlimited {
+		b.fail(r.place, "a guard cannot be switched off: its rate must not be unlimited")
+	}
+}
+
+func (b *builder) dimension(at place, n *yaml.Node) (Dimension, bool) {
+	s, ok := b.text(at, n)
+	if !ok {
+		return Dimension{}, false
+	}
+	if h, ok := strings.CutPrefix(s, headerPrefix); ok {
+		if !isToken(h) {
+			b.fail(at, "%q is not a header name", h)
+			return Dimension{}, false
+		}
+		return Dimension{ByHeader, textproto.CanonicalMIMEHeaderKey(h)}, true
+	}
+	i := slices.Index(dimensionWords, s)
+	if i < 0 {
+		b.fail(at, "%q is not one of %s, %sNAME", s, strings.Join(dimensionWords, ", "), headerPrefix)
+		return Dimension{}, false
+	}
+	return Dimension{Kind: DimensionKind(i)}, true
+}
+
+// resolve follows the references between the parts of the policy, and checks it as a whole.
+func (b *builder) resolve(first place) {
+	p := &b.policy
+	p.Plans, p.Tenants = map[string]Plan{}, map[string]Tenant{}
+	texts := map[string]limitText{}
+	for _, t := range b.plans {
+		texts[t.name] = t.limit
+		p.Plans[t.name] = Plan{Limit: t.limit.limit(), Quota: t.quota}
+		if t.quota != nil {
+			p.warnings = append(p.warnings, fmt.Sprintf("quota of plan %s is recorded, not enforced by this version", t.name))
+		}
+	}
+	if _, ok := p.Plans[p.DefaultPlan]; !ok && p.DefaultPlan != "" && p.DefaultPlan != Deny {
+		b.fail(b.defaultPlan, "there is no plan %q", p.DefaultPlan)
+	}
+	p.defaultLimit = p.Plans[p.DefaultPlan].Limit
+	b.resolveTenants(texts)
+	b.resolveRules(first)
+	if _, ok := b.said["identity.tenant"]; !ok {
+		p.warnings = append(p.warnings, "identity.tenant is not given: tenants are read from the header "+defaultTenantHeader)
+	}
+}
+
+func (b *builder) resolveTenants(plans map[string]limitText) {
+	p := &b.policy
+	for _, t := range b.tenants {
+		if t.plan == "" && t.planPlace == (place{}) {
+			if p.DefaultPlan == "" || p.DefaultPlan == Deny {
+				b.fail(t.place, "plan is missing, and there is no default_plan to take its place")
+			}
+			t.plan = p.DefaultPlan
+		} else if _, ok := plans[t.plan]; !ok && t.plan != "" {
+			b.fail(t.planPlace, "there is no plan %q", t.plan)
+		}
+		p.Tenants[t.name] = Tenant{Plan: t.plan, Limit: t.limit.over(plans[t.plan]).limit(), Owner: t.owner}
+	}
+}
+
+func (b *builder) resolveRules(first place) {
+	p := &b.policy
+	routes := map[string]bool{OtherRoute: true}
+	for field := range b.said {
+		if name, ok := strings.CutPrefix(field, "route "); ok {
+			routes[name] = true
+		}
+	}
+	guard := false
+	var byPlan place
+	for _, r := range b.rules {
+		for i, name := range r.rule.Routes {
+			if !routes[name] {
+				b.fail(r.routesAt[i], "there is no route %q", name)
+			}
+		}
+		guard = guard || r.rule.Layer == LayerGuard // also when the layer is wrong, which has been reported
+		if r.rule.ByPlan && byPlan == (place{}) {
+			byPlan = r.limitPlace
+		}
+		p.Rules = append(p.Rules, r.rule)
+		if r.rule.Layer == LayerGuard && r.limit.deny {
+			p.warnings = append(p.warnings, fmt.Sprintf("guard %s has rate 0: it refuses every request", r.rule.Name))
+		}
+	}
+	slices.SortStableFunc(p.Rules, func(x, y Rule) int { return cmp.Compare(x.Layer, y.Layer) })
+	if at, ok := b.said["rules"]; ok {
+		first = at
+	}
+	if !guard {
+		b.fail(first, "no rule has layer: guard; there must be one, in mode enforce and with a rate")
+	}
+	if _, ok := b.said["default plan"]; !ok && byPlan != (place{}) {
+		b.fail(byPlan, "default_plan is missing: name the plan of the tenants that have none of their own, or %s", Deny)
+	}
+	if byPlan == (place{}) && (len(p.Plans) > 0 || p.DefaultPlan == Deny) {
+		p.warnings = append(p.warnings, "no rule has limit: plan: the plans have no effect")
+	}
+}
+
+// parsedRate is what a rate says.
+type parsedRate struct {
+	rate      bucket.Rate
+	perSecond int64 // tokens in one second, rounded up
+	deny      bool
+	unlimited bool
+}
+
+const rateForm = "want N/s, N/m, N/h, N/d or N/15s, where N is 10, 0.5 or 10/13; 0; or unlimited"
+
+var (
+	rateNumber = regexp.MustCompile(`^(\d{1,18})(\.\d{1,18})?$`)
+	ratePart   = regexp.MustCompile(`^(\d{1,18})/(\d{1,18})$`)
+	rateDays   = regexp.MustCompile(`^(\d{1,5})d$`)
+)
+
+// parseRate reads a rate: N/PERIOD, 0 or unlimited. The last slash divides N from the period. N is a whole number, a decimal
+// or a fraction of whole numbers (10/13/s is ten thirteenths of a token per second). The period is a unit s, m, h or d, or a
+// number of them as [time.ParseDuration] and, for days, common sense read it (15s, 1h30m, 7d).
+func parseRate(s string) (parsedRate, error) {
+	switch s {
+	case "unlimited":
+		return parsedRate{unlimited: true}, nil
+	case "0":
+		return parsedRate{deny: true}, nil
+	}
+	i := strings.LastIndexByte(s, '/')
+	if i < 0 {
+		return parsedRate{}, fmt.Errorf("%q is not a rate: %s", s, rateForm)
+	}
+	number, period := s[:i], s[i+1:]
+	n := new(big.Rat)
+	if m := ratePart.FindStringSubmatch(number); m != nil {
+		num, _ := new(big.Int).SetString(m[1], 10)
+		den, _ := new(big.Int).SetString(m[2], 10)
+		if den.Sign() == 0 {
+			return parsedRate{}, fmt.Errorf("%q is not a rate: division by 0", s)
+		}
+		n.SetFrac(num, den)
+	} else if rateNumber.MatchString(number) {
+		n.SetString(number)
+	} else {
+		return parsedRate{}, fmt.Errorf("%q is not a rate: %s", s, rateForm)
+	}
+	per, err := parsePeriod(period)
+	if err != nil {
+		return parsedRate{}, fmt.Errorf("%q is not a rate: %w", s, err)
+	}
+	if n.Sign() == 0 {
+		return parsedRate{deny: true}, nil
+	}
+	if !n.Num().IsInt64() || !n.Denom().IsInt64() {
+		return parsedRate{}, fmt.Errorf("rate %s has more digits than can be counted exactly", s)
+	}
+	rate, err := bucket.NewRate(n.Num().Int64(), n.Denom().Int64(), per)
+	if err != nil {
+		return parsedRate{}, fmt.Errorf("rate %s: %w", s, err)
+	}
+	second := new(big.Rat).Mul(n, big.NewRat(int64(time.Second), int64(per)))
+	up := new(big.Int).Add(second.Num(), new(big.Int).Sub(second.Denom(), big.NewInt(1)))
+	up.Div(up, second.Denom())
+	perSecond := int64(maxBurst)
+	if up.IsInt64() {
+		perSecond = min(perSecond, up.Int64())
+	}
+	return parsedRate{rate: rate, perSecond: perSecond}, nil
+}
+
+func parsePeriod(s string) (time.Duration, error) {
+	if s == "s" || s == "m" || s == "h" || s == "d" {
+		s = "1" + s
+	}
+	var d time.Duration
+	if m := rateDays.FindStringSubmatch(s); m != nil {
+		days, err := strconv.Atoi(m[1])
+		if err != nil {
+			return 0, errors.New(rateForm)
+		}
+		d = time.Duration(days) * 24 * time.Hour
+	} else {
+		if s == "" || s[0] < '0' || s[0] > '9' { // ParseDuration would take a sign
+			return 0, errors.New(rateForm)
+		}
+		var err error
+		if d, err = time.ParseDuration(s); err != nil {
+			return 0, errors.New(rateForm)
+		}
+	}
+	if d <= 0 {
+		return 0, errors.New("its period is nothing")
+	}
+	return d, nil
+}
+
+// version is the first 48 bits of SHA-256 over the policy's content.
+func version(p *Policy) uint64 {
+	content, err := json.Marshal(p) // maps are sorted by key, and Version is still 0
+	if err != nil {
+		panic(fmt.Sprintf("limits: policy has no JSON form: %v", err))
+	}
+	sum := sha256.Sum256(content)
+	return binary.BigEndian.Uint64(sum[:8]) >> 16
+}
