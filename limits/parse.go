@@ -32,7 +32,6 @@ import (
 const (
 	maxFile   = 8 << 20 // bytes of one policy file
 	maxErrors = 100     // mistakes reported at once
-	maxBurst  = 1e9     // tokens
 	maxTenant = 256     // bytes of a tenant's name
 
 	defaultTenantHeader = "X-App-Key"
@@ -191,7 +190,7 @@ func (l limitText) limit() bucket.Limit {
 	case l.deny:
 		return bucket.Limit{}
 	case !l.hasBurst:
-		l.burst = min(max(l.perSecond, 1), maxBurst)
+		l.burst = min(max(l.perSecond, 1), bucket.MaxBurst)
 	}
 	return bucket.Limit{Rate: l.rate, Burst: l.burst}
 }
@@ -700,7 +699,7 @@ func (b *builder) limitFields(l *limitText) map[string]func(place, *yaml.Node) {
 		},
 		"burst": func(at place, n *yaml.Node) {
 			l.hasBurst = true
-			if i, ok := b.integer(at, n, 1, maxBurst); ok {
+			if i, ok := b.integer(at, n, 1, bucket.MaxBurst); ok {
 				l.burst = i
 			}
 		},
@@ -1025,17 +1024,17 @@ func parseRate(s string) (parsedRate, error) {
 	if n.Sign() == 0 {
 		return parsedRate{deny: true}, nil
 	}
-	if !n.Num().IsInt64() || !n.Denom().IsInt64() {
-		return parsedRate{}, fmt.Errorf("rate %s has more digits than can be counted exactly", s)
+	if !n.Num().IsUint64() || !n.Denom().IsUint64() {
+		return parsedRate{}, fmt.Errorf("%q has more digits than can be counted exactly", s)
 	}
-	rate, err := bucket.NewRate(n.Num().Int64(), n.Denom().Int64(), per)
+	rate, err := bucket.NewRate(n.Num().Uint64(), n.Denom().Uint64(), per)
 	if err != nil {
-		return parsedRate{}, fmt.Errorf("rate %s: %w", s, err)
+		return parsedRate{}, fmt.Errorf("%q: %w", s, err)
 	}
 	second := new(big.Rat).Mul(n, big.NewRat(int64(time.Second), int64(per)))
 	up := new(big.Int).Add(second.Num(), new(big.Int).Sub(second.Denom(), big.NewInt(1)))
 	up.Div(up, second.Denom())
-	perSecond := int64(maxBurst)
+	perSecond := int64(bucket.MaxBurst) // a rate is at most one token per nanosecond
 	if up.IsInt64() {
 		perSecond = min(perSecond, up.Int64())
 	}
