@@ -1,0 +1,95 @@
+// Command weir meters and throttles API traffic: gateways, aggregator, alerter and the tools around them in one binary.
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"os/signal"
+	"syscall"
+
+	"github.com/spf13/cobra"
+
+	"github.com/weirhq/weir/cmd/internal/app"
+)
+
+// Exit codes.
+const (
+	exitOK          = 0
+	exitFailed      = 1
+	exitUsage       = 2
+	exitUnreachable = 3
+	exitDegraded    = 4
+)
+
+// usageError is a mistake on the command line.
+type usageError struct{ err error }
+
+func (e usageError) Error() string { return e.err.Error() }
+func (e usageError) Unwrap() error { return e.err }
+
+func usagef(format string, args ...any) error { return usageError{fmt.Errorf(format, args...)} }
+
+// errDegraded is returned by a command whose answer is "it works, but not as it should".
+var errDegraded = errors.New("degraded")
+
+func main() {
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	defer stop()
+	context.AfterFunc(ctx, stop) // a second signal ends the process at once
+	os.Exit(run(ctx, os.Args[1:]))
+}
+
+func run(ctx context.Context, args []string) int {
+	root := newRoot()
+	root.SetArgs(args)
+	err := root.ExecuteContext(ctx)
+	var usage usageError
+	switch {
+	case err == nil:
+		return exitOK
+	case errors.As(err, &usage):
+		fmt.Fprintf(root.ErrOrStderr(), "weir: %v\nTry 'weir --help'.\n", err)
+		return exitUsage
+	case errors.Is(err, errDegraded):
+		fmt.Fprintf(root.ErrOrStderr(), "weir: %v\n", err)
+		return exitDegraded
+	case app.Unreachable(err):
+		fmt.Fprintf(root.ErrOrStderr(), "weir: %v\n", err)
+		return exitUnreachable
+	default:
+		fmt.Fprintf(root.ErrOrStderr(), "weir: %v\n", err)
+		return exitFailed
+	}
+}
+
+func newRoot() *cobra.Command {
+	root := &cobra.Command{
+		Use:   "weir",
+		Short: "Meter and throttle API traffic: local token buckets at the gateways, one limit for all of them",
+		Long: `weir puts token buckets in front of an API and keeps one limit over many gateways.
+Gateways decide locally; an aggregator reconciles the counts in Redis and keeps the history in ClickHouse;
+an alerter wakes on-call. 'weir up' runs all of it on embedded servers.
+
+Standard output is data, standard error is talk. Exit codes: 0 ok, 1 failed, 2 usage, 3 a server is unreachable, 4 degraded.`,
+		Example:       "  weir up --load\n  weir simulate --log access.log.gz --policy policy.yaml\n  weir usage top --last 1h",
+		SilenceErrors: true,
+		SilenceUsage:  true,
+		Args:          noArgs,
+		RunE:          func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
+	}
+	root.SetFlagErrorFunc(func(_ *cobra.Command, err error) error { return usageError{err} })
+	root.CompletionOptions.HiddenDefaultCmd = true
+	root.AddCommand(upCommand(), gatewayCommand(), aggregatorCommand(), alerterCommand(), migrateCommand(), checkCommand(),
+		usageCommand(), simulateCommand(), replayCommand(), loadCommand(), doctorCommand(), versionCommand())
+	return root
+}
+
+// noArgs refuses arguments with a usage error that names the first one.
+func noArgs(cmd *cobra.Command, args []string) error {
+	if len(args) > 0 {
+		return usagef("%s takes no argument %q", cmd.CommandPath(), args[0])
+	}
+	return nil
+}
