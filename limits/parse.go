@@ -1,28 +1,21 @@
 package limits
 
 import (
-	"bytes"
 	"cmp"
 	"crypto/sha256"
 	"encoding/binary"
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
-	"math/big"
+	"math"
 	"net/netip"
 	"net/textproto"
 	"net/url"
-	"os"
-	"path/filepath"
-	"regexp"
 	"slices"
-	"strconv"
 	"strings"
 	"time"
 	_ "time/tzdata" // whether a time zone exists must not depend on the machine
 	"unicode"
-	"unicode/utf8"
 
 	"go.yaml.in/yaml/v3"
 
@@ -30,9 +23,8 @@ import (
 )
 
 const (
-	maxFile   = 8 << 20 // bytes of one policy file
-	maxErrors = 100     // mistakes reported at once
-	maxTenant = 256     // bytes of a tenant's name
+	maxErrors = 100 // mistakes reported at once
+	maxTenant = 256 // bytes of a tenant's name
 
 	defaultTenantHeader = "X-App-Key"
 	defaultIPv6Prefix   = 64
@@ -43,111 +35,6 @@ const (
 func Parse(name string, data []byte) (*Policy, error) {
 	return build([]source{{name, data}})
 }
-
-// Load reads a policy from a file, or from a folder: all its *.yaml and *.yml files in the order of their names, as one
-// policy. Lists are joined, mappings are merged, and what two files both say is a mistake that names both places. Files
-// that start with a dot or #, or end in ~, .bak or .swp are not policy.
-func Load(path string) (*Policy, error) {
-	sources, err := readSources(path)
-	if err != nil {
-		return nil, err
-	}
-	return build(sources)
-}
-
-// source is the text of one policy file.
-type source struct {
-	name string
-	data []byte
-}
-
-func readSources(path string) ([]source, error) {
-	info, err := os.Stat(path)
-	if err != nil {
-		return nil, fmt.Errorf("read policy: %w", err)
-	}
-	if !info.IsDir() {
-		s, err := readSource(path)
-		if err != nil {
-			return nil, err
-		}
-		return []source{s}, nil
-	}
-	entries, err := os.ReadDir(path) // sorted by name
-	if err != nil {
-		return nil, fmt.Errorf("read policy: %w", err)
-	}
-	var sources []source
-	for _, e := range entries {
-		if !isPolicyName(e.Name()) {
-			continue
-		}
-		file := filepath.Join(path, e.Name())
-		if info, err := os.Stat(file); err == nil && info.IsDir() { // Stat, for in Kubernetes the files are symlinks
-			continue
-		}
-		s, err := readSource(file)
-		if err != nil {
-			return nil, err
-		}
-		sources = append(sources, s)
-	}
-	if len(sources) == 0 {
-		return nil, &Error{File: path, Msg: "folder without a *.yaml or *.yml file"}
-	}
-	return sources, nil
-}
-
-// readSource reads one file, or just enough of it to see that it is too large.
-func readSource(path string) (source, error) {
-	f, err := os.Open(path)
-	if err != nil {
-		return source{}, fmt.Errorf("read policy: %w", err)
-	}
-	defer f.Close() //nolint:errcheck // read only
-	data, err := io.ReadAll(io.LimitReader(f, maxFile+1))
-	if err != nil {
-		return source{}, fmt.Errorf("read policy: %w", err)
-	}
-	return source{path, data}, nil
-}
-
-// isPolicyName says whether a file of a folder is policy, rather than what an editor left behind.
-func isPolicyName(name string) bool {
-	if strings.HasPrefix(name, ".") || strings.HasPrefix(name, "#") {
-		return false
-	}
-	ext := filepath.Ext(name)
-	return ext == ".yaml" || ext == ".yml"
-}
-
-// place is where something is said.
-type place struct {
-	file  string
-	line  int
-	field string
-}
-
-func (p place) at(n *yaml.Node) place { p.line = n.Line; return p }
-
-// key is the place of a key below p. Names that hold more than plain letters are quoted, so that no two fields look alike.
-func (p place) key(name string) place {
-	if !plainName.MatchString(name) {
-		name = strconv.Quote(name)
-	}
-	if p.field != "" {
-		name = p.field + "." + name
-	}
-	p.field = name
-	return p
-}
-
-func (p place) index(i int) place {
-	p.field = fmt.Sprintf("%s[%d]", p.field, i)
-	return p
-}
-
-var plainName = regexp.MustCompile(`^[A-Za-z0-9_-]{1,64}$`)
 
 // builder turns files into a policy and collects the mistakes on the way.
 type builder struct {
@@ -174,7 +61,7 @@ type named struct {
 // limitText is a rate and a burst, each of which may be missing or wrong.
 type limitText struct {
 	rate      bucket.Rate
-	perSecond int64 // the rate's whole tokens per second, rounded up: its default burst
+	perSecond int64 // the rate's tokens in one second, rounded up: the default burst
 	deny      bool  // the rate is 0
 	unlimited bool
 	hasRate   bool // also when the rate is wrong
@@ -190,7 +77,7 @@ func (l limitText) limit() bucket.Limit {
 	case l.deny:
 		return bucket.Limit{}
 	case !l.hasBurst:
-		l.burst = min(max(l.perSecond, 1), bucket.MaxBurst)
+		l.burst = max(l.perSecond, 1)
 	}
 	return bucket.Limit{Rate: l.rate, Burst: l.burst}
 }
@@ -222,12 +109,17 @@ func build(sources []source) (*Policy, error) {
 	b := &builder{said: map[string]place{}}
 	b.policy.Identity = Identity{TenantName: defaultTenantHeader, IPv6Prefix: defaultIPv6Prefix}
 	first := place{file: sources[0].name, line: 1}
+	whole := true // every file could be read, so that what is missing is missing
 	for _, s := range sources {
 		if root := b.parseYAML(s); root != nil {
 			b.file(place{file: s.name}, root)
+		} else {
+			whole = false
 		}
 	}
-	b.resolve(first)
+	if whole {
+		b.resolve(first)
+	}
 	if len(b.errs) > 0 {
 		return nil, b.joined(sources)
 	}
@@ -259,234 +151,13 @@ func (b *builder) joined(sources []source) error {
 	return errors.Join(errs...)
 }
 
-// parseYAML is the root of the one document in s, or nil after a mistake.
-func (b *builder) parseYAML(s source) *yaml.Node {
-	at := place{file: s.name, line: 1}
-	if len(s.data) > maxFile {
-		b.fail(at, "file is larger than %d MiB", maxFile>>20)
-		return nil
-	}
-	if i := firstNoise(s.data); i >= 0 {
-		at.line = 1 + bytes.Count(s.data[:i], []byte("\n"))
-		b.fail(at, "not a text file: byte %#02x is not UTF-8 text", s.data[i])
-		return nil
-	}
-	dec := yaml.NewDecoder(bytes.NewReader(s.data))
-	var doc, second yaml.Node
-	err := dec.Decode(&doc)
-	if errors.Is(err, io.EOF) || err == nil && isNull(doc.Content[0]) {
-		b.fail(at, "file is empty")
-		return nil
-	}
-	if err == nil {
-		if err = dec.Decode(&second); err == nil {
-			b.fail(at.at(&second), "a second document starts here: a file holds one")
-			return nil
-		}
-	}
-	if !errors.Is(err, io.EOF) {
-		var msg string
-		if at.line, msg = yamlError(err); tabIndented(s.data, at.line) {
-			msg = "tab in the indentation: YAML wants spaces"
-		}
-		b.fail(at, "%s", msg)
-		return nil
-	}
-	root := doc.Content[0]
-	if !b.plainNodes(at, root) {
-		return nil
-	}
-	return root
-}
-
-// firstNoise is the index of the first byte that no text file has, or -1.
-func firstNoise(data []byte) int {
-	for i := 0; i < len(data); {
-		r, n := utf8.DecodeRune(data[i:])
-		if r == utf8.RuneError && n == 1 || r < ' ' && r != '\n' && r != '\r' && r != '\t' {
-			return i
-		}
-		i += n
-	}
-	return -1
-}
-
-var yamlLine = regexp.MustCompile(`^line (\d+): `)
-
-// yamlError takes the line out of the text of a YAML error, which has it nowhere else.
-func yamlError(err error) (line int, msg string) {
-	msg = strings.TrimPrefix(err.Error(), "yaml: ")
-	line = 1 // which the parser leaves out
-	if m := yamlLine.FindStringSubmatch(msg); m != nil {
-		line, _ = strconv.Atoi(m[1])
-		msg = msg[len(m[0]):]
-	}
-	return line, "not valid YAML: " + msg
-}
-
-func tabIndented(data []byte, line int) bool {
-	n := 1
-	for l := range bytes.Lines(data) {
-		if n == line {
-			indent := l[:len(l)-len(bytes.TrimLeft(l, " \t"))]
-			return bytes.IndexByte(indent, '\t') >= 0
-		}
-		n++
-	}
-	return false
-}
-
-// plainNodes refuses what a policy has no use for and what makes small files large.
-func (b *builder) plainNodes(at place, n *yaml.Node) bool {
-	switch {
-	case n.Kind == yaml.AliasNode:
-		b.fail(at.at(n), "alias *%s: a policy file has no aliases", n.Value)
-		return false
-	case n.Anchor != "":
-		b.fail(at.at(n), "anchor &%s: a policy file has no anchors", n.Anchor)
-		return false
-	case n.Style&yaml.TaggedStyle != 0:
-		b.fail(at.at(n), "tag %s: a policy file has no tags", n.Tag)
-		return false
-	}
-	ok := true
-	for _, c := range n.Content {
-		ok = b.plainNodes(at, c) && ok
-	}
-	return ok
-}
-
-// once records that at says something, and reports it if it has been said before.
-func (b *builder) once(key string, at place) bool {
-	if before, ok := b.said[key]; ok {
-		b.fail(at, "duplicate: already given at %s:%d", before.file, before.line)
-		return false
-	}
-	b.said[key] = at
-	return true
-}
-
-// fields hands the values of a mapping with known keys to their functions, in the order of the file.
-func (b *builder) fields(at place, n *yaml.Node, known map[string]func(place, *yaml.Node)) {
-	b.entries(at, n, func(name string, at place, n *yaml.Node) {
-		f, ok := known[name]
-		if !ok {
-			var names []string
-			for k := range known {
-				names = append(names, k)
-			}
-			slices.Sort(names)
-			b.fail(at, "unknown key (known are %s)", strings.Join(names, ", "))
-			return
-		}
-		if b.once(at.field, at) {
-			f(at, n)
-		}
-	})
-}
-
-// entries hands the values of a mapping with free names to each, in the order of the file.
-func (b *builder) entries(at place, n *yaml.Node, each func(name string, at place, n *yaml.Node)) {
-	if n.Kind != yaml.MappingNode {
-		b.fail(at.at(n), "want a mapping, got %s", kind(n))
-		return
-	}
-	for i := 0; i+1 < len(n.Content); i += 2 {
-		k, v := n.Content[i], n.Content[i+1]
-		if k.Kind != yaml.ScalarNode || isNull(k) {
-			b.fail(at.at(k), "want a word as key, got %s", kind(k))
-			continue
-		}
-		each(k.Value, at.key(k.Value).at(k), v)
-	}
-}
-
-// items hands the items of a list to each.
-func (b *builder) items(at place, n *yaml.Node, each func(place, *yaml.Node)) {
-	if n.Kind != yaml.SequenceNode {
-		b.fail(at.at(n), "want a list, got %s", kind(n))
-		return
-	}
-	for i, c := range n.Content {
-		each(at.index(i).at(c), c)
-	}
-}
-
-// text is the text of a scalar that is not null.
-func (b *builder) text(at place, n *yaml.Node) (string, bool) {
-	if n.Kind != yaml.ScalarNode || isNull(n) {
-		b.fail(at, "want a word, got %s", kind(n))
-		return "", false
-	}
-	return n.Value, true
-}
-
-// choice is the index of a scalar among words, or of a word that is known but not supported.
-func (b *builder) choice(at place, n *yaml.Node, words []string, unsupported ...string) (int, bool) {
-	s, ok := b.text(at, n)
-	if !ok {
-		return 0, false
-	}
-	if i := slices.Index(words, s); i >= 0 {
-		return i, true
-	}
-	if slices.Contains(unsupported, s) {
-		b.fail(at, "%s is not supported by this version (supported: %s)", s, strings.Join(words, ", "))
-	} else {
-		b.fail(at, "%q is not one of %s", s, strings.Join(slices.Concat(words, unsupported), ", "))
-	}
-	return 0, false
-}
-
-// integer is a decimal whole number in [least, most].
-func (b *builder) integer(at place, n *yaml.Node, least, most int64) (int64, bool) {
-	if n.Kind != yaml.ScalarNode || n.ShortTag() != "!!int" {
-		b.fail(at, "want a whole number, got %s", kind(n))
-		return 0, false
-	}
-	i, err := strconv.ParseInt(n.Value, 10, 64)
-	if err != nil || i < least || i > most {
-		b.fail(at, "%s is not a whole number from %d to %d", n.Value, least, most)
-		return 0, false
-	}
-	return i, true
-}
-
-// name is a name that can stand in a metric, a table and a subject without quoting.
-func (b *builder) name(at place, n *yaml.Node) (string, bool) {
-	s, ok := b.text(at, n)
-	if ok && !plainName.MatchString(s) {
-		b.fail(at, "name %q: want 1 to 64 of A-Z a-z 0-9 _ -", s)
-		return "", false
-	}
-	return s, ok
-}
-
-func isNull(n *yaml.Node) bool { return n.Kind == yaml.ScalarNode && n.ShortTag() == "!!null" }
-
-// kind says what a node is, for messages.
-func kind(n *yaml.Node) string {
-	switch n.Kind {
-	case yaml.MappingNode:
-		return "a mapping"
-	case yaml.SequenceNode:
-		return "a list"
-	}
-	if isNull(n) {
-		return "nothing"
-	}
-	v := []rune(n.Value)
-	if len(v) > 40 {
-		v = append(v[:40], '…')
-	}
-	return strconv.Quote(string(v))
-}
-
 // file reads one file of the policy.
 func (b *builder) file(at place, root *yaml.Node) {
 	once := map[string]func(place, *yaml.Node){
 		"version": func(at place, n *yaml.Node) {
-			b.integer(at, n, 1, 1)
+			if n.Kind != yaml.ScalarNode || n.Value != "1" {
+				b.fail(at, "want 1, the only version there is, got %s", kind(n))
+			}
 		},
 		"identity": b.identity,
 		"routes": func(at place, n *yaml.Node) {
@@ -719,7 +390,7 @@ func (b *builder) plan(name string, at place, n *yaml.Node) {
 		q := Quota{Timezone: "UTC"}
 		b.fields(at, n, map[string]func(place, *yaml.Node){
 			"limit": func(at place, n *yaml.Node) {
-				q.Limit, _ = b.integer(at, n, 1, 1<<62)
+				q.Limit, _ = b.integer(at, n, 1, math.MaxInt64)
 			},
 			"per": func(at place, n *yaml.Node) {
 				words := []string{"hour", "day", "week", "month"}
@@ -855,7 +526,8 @@ func (b *builder) ruleLimit(r *ruleText) {
 		b.fail(r.limitPlace, "limit: plan and a rate or burst of its own: want one of them")
 	case !hasLimit && !r.limit.hasRate:
 		b.fail(r.place, "rate is missing (or limit: plan)")
-	case r.rule.ByPlan && r.hasKey && !slices.Contains(r.rule.Key, Dimension{Kind: ByTenant}):
+	}
+	if r.rule.ByPlan && r.hasKey && !slices.Contains(r.rule.Key, Dimension{Kind: ByTenant}) {
 		b.fail(r.limitPlace, "limit: plan needs tenant in the key, or tenants of different plans would share a bucket")
 	}
 	if !hasLimit {
@@ -971,100 +643,6 @@ func (b *builder) resolveRules(first place) {
 	if byPlan == (place{}) && (len(p.Plans) > 0 || p.DefaultPlan == Deny) {
 		p.warnings = append(p.warnings, "no rule has limit: plan: the plans have no effect")
 	}
-}
-
-// parsedRate is what a rate says.
-type parsedRate struct {
-	rate      bucket.Rate
-	perSecond int64 // tokens in one second, rounded up
-	deny      bool
-	unlimited bool
-}
-
-const rateForm = "want N/s, N/m, N/h, N/d or N/15s, where N is 10, 0.5 or 10/13; 0; or unlimited"
-
-var (
-	rateNumber = regexp.MustCompile(`^(\d{1,18})(\.\d{1,18})?$`)
-	ratePart   = regexp.MustCompile(`^(\d{1,18})/(\d{1,18})$`)
-	rateDays   = regexp.MustCompile(`^(\d{1,5})d$`)
-)
-
-// parseRate reads a rate: N/PERIOD, 0 or unlimited. The last slash divides N from the period. N is a whole number, a decimal
-// or a fraction of whole numbers (10/13/s is ten thirteenths of a token per second). The period is a unit s, m, h or d, or a
-// number of them as [time.ParseDuration] and, for days, common sense read it (15s, 1h30m, 7d).
-func parseRate(s string) (parsedRate, error) {
-	switch s {
-	case "unlimited":
-		return parsedRate{unlimited: true}, nil
-	case "0":
-		return parsedRate{deny: true}, nil
-	}
-	i := strings.LastIndexByte(s, '/')
-	if i < 0 {
-		return parsedRate{}, fmt.Errorf("%q is not a rate: %s", s, rateForm)
-	}
-	number, period := s[:i], s[i+1:]
-	n := new(big.Rat)
-	if m := ratePart.FindStringSubmatch(number); m != nil {
-		num, _ := new(big.Int).SetString(m[1], 10)
-		den, _ := new(big.Int).SetString(m[2], 10)
-		if den.Sign() == 0 {
-			return parsedRate{}, fmt.Errorf("%q is not a rate: division by 0", s)
-		}
-		n.SetFrac(num, den)
-	} else if rateNumber.MatchString(number) {
-		n.SetString(number)
-	} else {
-		return parsedRate{}, fmt.Errorf("%q is not a rate: %s", s, rateForm)
-	}
-	per, err := parsePeriod(period)
-	if err != nil {
-		return parsedRate{}, fmt.Errorf("%q is not a rate: %w", s, err)
-	}
-	if n.Sign() == 0 {
-		return parsedRate{deny: true}, nil
-	}
-	if !n.Num().IsUint64() || !n.Denom().IsUint64() {
-		return parsedRate{}, fmt.Errorf("%q has more digits than can be counted exactly", s)
-	}
-	rate, err := bucket.NewRate(n.Num().Uint64(), n.Denom().Uint64(), per)
-	if err != nil {
-		return parsedRate{}, fmt.Errorf("%q: %w", s, err)
-	}
-	second := new(big.Rat).Mul(n, big.NewRat(int64(time.Second), int64(per)))
-	up := new(big.Int).Add(second.Num(), new(big.Int).Sub(second.Denom(), big.NewInt(1)))
-	up.Div(up, second.Denom())
-	perSecond := int64(bucket.MaxBurst) // a rate is at most one token per nanosecond
-	if up.IsInt64() {
-		perSecond = min(perSecond, up.Int64())
-	}
-	return parsedRate{rate: rate, perSecond: perSecond}, nil
-}
-
-func parsePeriod(s string) (time.Duration, error) {
-	if s == "s" || s == "m" || s == "h" || s == "d" {
-		s = "1" + s
-	}
-	var d time.Duration
-	if m := rateDays.FindStringSubmatch(s); m != nil {
-		days, err := strconv.Atoi(m[1])
-		if err != nil {
-			return 0, errors.New(rateForm)
-		}
-		d = time.Duration(days) * 24 * time.Hour
-	} else {
-		if s == "" || s[0] < '0' || s[0] > '9' { // ParseDuration would take a sign
-			return 0, errors.New(rateForm)
-		}
-		var err error
-		if d, err = time.ParseDuration(s); err != nil {
-			return 0, errors.New(rateForm)
-		}
-	}
-	if d <= 0 {
-		return 0, errors.New("its period is nothing")
-	}
-	return d, nil
 }
 
 // version is the first 48 bits of SHA-256 over the policy's content.
