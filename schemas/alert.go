@@ -11,6 +11,7 @@ type Alert struct {
 	DedupKey  string    `json:"dedup_key"`
 	Tenant    string    `json:"tenant,omitempty"`
 	Rule      string    `json:"rule,omitempty"`
+	Key       string    `json:"key,omitempty"` // of the bucket under Rule
 	Gateway   string    `json:"gateway,omitempty"`
 	Summary   string    `json:"summary"`
 	Value     float64   `json:"value"`

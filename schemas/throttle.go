@@ -30,7 +30,7 @@ type Heartbeat struct {
 	Boot           string
 	SentAt         time.Time
 	PolicyVersion  uint64
-	Mode           string        // synced, stale, isolated or local
+	Mode           string        // synced, stale, isolated or local; stopped in the last one of a gateway that is shut down
 	ClockOffset    time.Duration // the centre's clock less the gateway's, round trip taken out
 	ClockError     time.Duration // the offset is within this
 	ClockKnown     bool
