@@ -37,7 +37,11 @@ var (
 )
 
 // analysis is chdb_query_analysis_v1.
-type analysis struct{ size, statements, flags, class uint32 }
+type analysis struct {
+	size       uint32 // of this struct, told to the engine
+	statements uint32
+	_, _       uint32 // flags, class
+}
 
 func load(library string) error {
 	lib, err := purego.Dlopen(library, purego.RTLD_NOW|purego.RTLD_GLOBAL)
