@@ -35,6 +35,8 @@ type Watcher struct {
 
 	mu     sync.Mutex
 	status WatchStatus
+
+	idle chan struct{} // told, if it has room, that Run has looked and found nothing new; nil but in tests
 }
 
 // WatchStatus is how reloading goes.
@@ -117,6 +119,10 @@ func (w *Watcher) Run(ctx context.Context) error {
 			switch now := fingerprint(sources, err); now {
 			case w.seen: // nothing changed, or it has changed back
 				pending = w.seen
+				select {
+				case w.idle <- struct{}{}:
+				default:
+				}
 			case pending:
 				w.seen = now
 				w.reload(sources, err)

@@ -56,6 +56,7 @@ func startWatcher(t *testing.T, cfg WatchConfig, path string) *watched {
 	if err != nil {
 		t.Fatal(err)
 	}
+	w.idle = make(chan struct{}, 1)
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan error)
 	go func() { done <- w.Run(ctx) }()
@@ -65,6 +66,7 @@ func startWatcher(t *testing.T, cfg WatchConfig, path string) *watched {
 			t.Errorf("Run = %v", err)
 		}
 	})
+	<-w.idle // the watches stand: what changes from here on must be noticed
 	return w
 }
 
