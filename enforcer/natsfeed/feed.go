@@ -1,0 +1,277 @@
+// Package natsfeed is a gateway's line to the centre: throttle updates come in, signs of life and clock measurements go out.
+package natsfeed
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"math/rand/v2"
+	"sync"
+	"time"
+
+	"github.com/nats-io/nats.go"
+	"github.com/prometheus/client_golang/prometheus"
+
+	"github.com/weirhq/weir/internal/clock"
+	"github.com/weirhq/weir/schemas"
+)
+
+// Config names the gateway and says how often it speaks. A zero field means its default.
+type Config struct {
+	Gateway string // last token of its subjects; required
+	Boot    string // of this process life; required
+	Version string // of weir, for heartbeats
+
+	Heartbeat  time.Duration // between heartbeats (1s)
+	ClockEvery time.Duration // between measurements of the clock (5s)
+	Timeout    time.Duration // of a request to the centre (2s)
+	RetryMin   time.Duration // before asking again for a snapshot, doubled each time … (100ms)
+	RetryMax   time.Duration // … up to this (5s)
+	Resync     time.Duration // a snapshot is asked for this often even if nothing seems missing (1m)
+
+	FleetFile string           // where the size of the fleet is kept over a restart; "" keeps it nowhere
+	Now       func() time.Time // the gateway's wall clock (time.Now)
+}
+
+func (c Config) withDefaults() Config {
+	for _, d := range []struct {
+		field *time.Duration
+		value time.Duration
+	}{
+		{&c.Heartbeat, time.Second}, {&c.ClockEvery, 5 * time.Second}, {&c.Timeout, 2 * time.Second},
+		{&c.RetryMin, 100 * time.Millisecond}, {&c.RetryMax, 5 * time.Second}, {&c.Resync, time.Minute},
+	} {
+		if *d.field == 0 {
+			*d.field = d.value
+		}
+	}
+	if c.Now == nil {
+		c.Now = time.Now
+	}
+	return c
+}
+
+// Status is what a heartbeat says of its gateway.
+type Status struct {
+	Mode          string // synced, stale, isolated or local
+	PolicyVersion uint64
+	Pending       uint64 // reports sealed and not yet acknowledged
+}
+
+// synced is the mode of a gateway that hears the centre.
+const synced = "synced"
+
+// Metrics may be shared by several gateways of one process.
+type Metrics struct {
+	Updates  *prometheus.CounterVec // kind: update, snapshot, malformed
+	Asked    prometheus.Counter     // requests for a snapshot
+	Degraded prometheus.Gauge       // raised while a gateway is not synced; the wiring puts weir_degraded{part} here
+}
+
+// NewMetrics registers the metrics with reg.
+func NewMetrics(reg prometheus.Registerer) *Metrics {
+	m := &Metrics{
+		Updates: prometheus.NewCounterVec(prometheus.CounterOpts{Name: "weir_throttle_updates_received_total",
+			Help: "Throttle updates that gateways received from the centre."}, []string{"kind"}),
+		Asked: prometheus.NewCounter(prometheus.CounterOpts{Name: "weir_throttle_snapshots_asked_total",
+			Help: "Requests of gateways for all their shares: at start, after each reconnect and now and then."}),
+		Degraded: prometheus.NewGauge(prometheus.GaugeOpts{Name: "weir_throttle_degraded", Help: "Gateways that do not hear the centre."}),
+	}
+	for _, kind := range []string{"update", "snapshot", "malformed"} {
+		m.Updates.WithLabelValues(kind)
+	}
+	reg.MustRegister(m.Updates, m.Asked)
+	return m
+}
+
+// Feed is one gateway's line to the centre. Nothing that it does can make a decision wait.
+type Feed struct {
+	cfg    Config
+	nc     *nats.Conn
+	apply  func(*schemas.ThrottleUpdate)
+	status func() Status
+	m      *Metrics
+	log    *slog.Logger
+
+	mu    sync.Mutex // clock
+	clock clock.Filter
+}
+
+// New returns a feed of nc. apply is called with every update, from one goroutine; it sorts out by version what is late.
+// status is called once a heartbeat. m may be nil.
+func New(cfg Config, nc *nats.Conn, apply func(*schemas.ThrottleUpdate), status func() Status, m *Metrics, log *slog.Logger) (*Feed, error) {
+	cfg = cfg.withDefaults()
+	if err := errors.Join(schemas.ValidName(cfg.Gateway), schemas.ValidName(cfg.Boot)); err != nil {
+		return nil, fmt.Errorf("feed of gateway %.80q: %w", cfg.Gateway, err)
+	}
+	if m == nil {
+		m = NewMetrics(prometheus.NewRegistry())
+	}
+	return &Feed{cfg: cfg, nc: nc, apply: apply, status: status, m: m, log: log.With("gateway", cfg.Gateway)}, nil
+}
+
+// Run listens and speaks until ctx is done, whether the server is there or not.
+func (f *Feed) Run(ctx context.Context) error {
+	ctx, cancel := context.WithCancel(ctx)
+	var side sync.WaitGroup
+	defer side.Wait()
+	defer cancel()
+
+	fleet := make(chan int, 1)
+	side.Go(func() { f.keepFleet(ctx, fleet) })
+	side.Go(func() { f.measure(ctx) })
+	return f.listen(ctx, fleet)
+}
+
+// listen is the loop of updates, snapshots and heartbeats.
+func (f *Feed) listen(ctx context.Context, fleet chan int) (err error) {
+	// Both subscriptions fill one channel: updates are applied in the order in which they came.
+	messages := make(chan *nats.Msg, 4096)
+	inbox := f.nc.NewInbox()
+	for _, subject := range []string{schemas.ThrottlePrefix + f.cfg.Gateway, inbox} {
+		sub, err := f.nc.ChanSubscribe(subject, messages)
+		if err != nil {
+			return fmt.Errorf("subscribe to %s: %w", subject, err)
+		}
+		defer func() { _ = sub.Unsubscribe() }() // fails only when the connection is closed, which ends it too
+	}
+	connections := f.nc.StatusChanged(nats.CONNECTED, nats.CLOSED)
+	defer f.nc.RemoveStatusListener(connections)
+
+	var (
+		heartbeat = time.NewTicker(f.cfg.Heartbeat)
+		ask       = time.NewTimer(0) // when to ask for a snapshot next
+		wait      = f.cfg.RetryMin   // after that one
+		mode      = modeLog{log: f.log, degraded: f.m.Degraded}
+	)
+	defer heartbeat.Stop()
+	defer ask.Stop()
+	defer mode.close()
+	f.beat()
+	for {
+		select {
+		case <-ctx.Done():
+			return nil
+		case s := <-connections:
+			if s == nats.CLOSED {
+				return errors.New("throttle feed: the connection to NATS is closed")
+			}
+			wait = f.cfg.RetryMin
+			ask.Reset(0)
+		case <-ask.C:
+			f.ask(inbox)
+			ask.Reset(wait + rand.N(wait/4+1))
+			wait = min(2*wait, f.cfg.RetryMax)
+		case msg := <-messages:
+			u := f.decode(msg)
+			if u == nil {
+				continue
+			}
+			f.apply(u)
+			if u.Snapshot {
+				wait = f.cfg.RetryMin
+				ask.Reset(f.cfg.Resync + rand.N(f.cfg.Resync/4+1))
+			}
+			select { // only the newest size waits to be kept
+			case <-fleet:
+			default:
+			}
+			fleet <- u.Gateways
+		case <-heartbeat.C:
+			mode.see(f.beat())
+		}
+	}
+}
+
+// ask asks for all shares of this gateway. What comes back arrives in listen, and an answer that does not come is asked for
+// again: a centre that starts later, or a request that was lost, needs no other care.
+func (f *Feed) ask(inbox string) {
+	if !f.nc.IsConnected() {
+		return
+	}
+	if err := f.nc.PublishRequest(schemas.SnapshotPrefix+f.cfg.Gateway, inbox, nil); err == nil {
+		f.m.Asked.Inc()
+	}
+}
+
+// decode reads an update. It is nil for what is none: the server's word that nobody listens, or a mistake.
+func (f *Feed) decode(msg *nats.Msg) *schemas.ThrottleUpdate {
+	if len(msg.Data) == 0 && msg.Header.Get("Status") != "" {
+		return nil // no responders
+	}
+	u, err := schemas.DecodeThrottleUpdate(msg.Data)
+	if err != nil {
+		f.m.Updates.WithLabelValues("malformed").Inc()
+		f.log.Debug("throttle update ignored", "bytes", len(msg.Data), "err", err)
+		return nil
+	}
+	kind := "update"
+	if u.Snapshot {
+		kind = "snapshot"
+	}
+	f.m.Updates.WithLabelValues(kind).Inc()
+	return u
+}
+
+// beat sends a heartbeat and returns what it said. One that cannot go out now is not sent late: the next one says more.
+func (f *Feed) beat() Status {
+	s := f.status()
+	if !f.nc.IsConnected() {
+		return s
+	}
+	h := &schemas.Heartbeat{Gateway: f.cfg.Gateway, Boot: f.cfg.Boot, SentAt: f.cfg.Now(), PolicyVersion: s.PolicyVersion,
+		Mode: s.Mode, PendingReports: s.Pending, Version: f.cfg.Version}
+	h.ClockOffset, h.ClockError, h.ClockKnown = f.Clock()
+	b, err := schemas.EncodeHeartbeat(h)
+	if err == nil {
+		err = f.nc.Publish(schemas.HeartbeatPrefix+f.cfg.Gateway, b)
+	}
+	if err != nil {
+		f.log.Debug("heartbeat not sent", "err", err)
+	}
+	return s
+}
+
+// modeLog tells once of each change of mode.
+type modeLog struct {
+	log      *slog.Logger
+	degraded prometheus.Gauge
+	last     string
+	since    time.Time
+	raised   bool
+}
+
+func (l *modeLog) see(s Status) {
+	if s.Mode == l.last {
+		return
+	}
+	was, lasted := l.last, time.Since(l.since).Round(time.Millisecond)
+	first := was == ""
+	l.last, l.since = s.Mode, time.Now()
+	switch {
+	case s.Mode != synced && !l.raised:
+		l.raised = true
+		l.degraded.Inc()
+	case s.Mode == synced && l.raised:
+		l.raised = false
+		l.degraded.Dec()
+	}
+	switch {
+	case first && s.Mode == synced:
+		l.log.Info("throttling with the centre", "mode", s.Mode)
+	case first:
+		l.log.Error("throttling without the centre: this gateway keeps to its own part of each limit", "mode", s.Mode)
+	case s.Mode == synced:
+		l.log.Warn("throttling with the centre again", "mode", s.Mode, "was", was, "for", lasted)
+	default:
+		l.log.Error("throttling without the centre: this gateway keeps to its own part of each limit", "mode", s.Mode, "was", was, "for", lasted)
+	}
+}
+
+// close takes this gateway out of the shared gauge.
+func (l *modeLog) close() {
+	if l.raised {
+		l.degraded.Dec()
+	}
+}
