@@ -1,0 +1,350 @@
+package clickhouse
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	ch "github.com/ClickHouse/clickhouse-go/v2"
+	"github.com/ClickHouse/clickhouse-go/v2/lib/driver"
+
+	"github.com/weirhq/weir/schemas"
+)
+
+// maxRows bounds one insert, in rows: with the longest texts that schemas allows it is one block for the server, and a
+// block is what a deduplication token names. A larger batch becomes several inserts, cut at the same rows every time.
+const maxRows = 200_000
+
+// reportsAtOnce bounds one question about reports, so that it fits into a URL.
+const reportsAtOnce = 500
+
+// table is how rows of type R become columns.
+type table[R any] struct {
+	name    string
+	columns []column[R]
+}
+
+type column[R any] struct {
+	name, typ string
+	values    func([]R) any // a slice of the column's Go type
+}
+
+func col[R, V any](name, typ string, of func(*R) V) column[R] {
+	return column[R]{name, typ, func(rows []R) any {
+		out := make([]V, len(rows))
+		for i := range rows {
+			out[i] = of(&rows[i])
+		}
+		return out
+	}}
+}
+
+const (
+	instant = "DateTime64(3, 'UTC')"
+	low     = "LowCardinality(String)"
+)
+
+// entry is one entry of a report with what all entries of it share.
+type entry[E any] struct {
+	*schemas.Report
+	i       uint32
+	arrived time.Time
+	e       *E
+}
+
+var usageTable = table[entry[schemas.Usage]]{"usage", []column[entry[schemas.Usage]]{
+	col("ts", instant, func(r *entry[schemas.Usage]) time.Time { return r.e.Time }),
+	col("gateway", low, func(r *entry[schemas.Usage]) string { return r.Gateway }),
+	col("boot", "String", func(r *entry[schemas.Usage]) string { return r.Boot }),
+	col("seq", "UInt64", func(r *entry[schemas.Usage]) uint64 { return r.Seq }),
+	col("entry", "UInt32", func(r *entry[schemas.Usage]) uint32 { return r.i }),
+	col("tenant", "String", func(r *entry[schemas.Usage]) string { return r.e.Tenant }),
+	col("route", low, func(r *entry[schemas.Usage]) string { return r.e.Route }),
+	col("rule", low, func(r *entry[schemas.Usage]) string { return r.e.Rule }),
+	col("layer", low, func(r *entry[schemas.Usage]) string { return r.e.Layer }),
+	col("allowed", "UInt64", func(r *entry[schemas.Usage]) uint64 { return r.e.Allowed }),
+	col("rejected", "UInt64", func(r *entry[schemas.Usage]) uint64 { return r.e.Rejected }),
+	col("cost", "UInt64", func(r *entry[schemas.Usage]) uint64 { return r.e.Cost }),
+	col("policy_version", "UInt64", func(r *entry[schemas.Usage]) uint64 { return r.PolicyVersion }),
+	col("received", instant, func(r *entry[schemas.Usage]) time.Time { return r.arrived }),
+}}
+
+var tokensTable = table[entry[schemas.Tokens]]{"tokens", []column[entry[schemas.Tokens]]{
+	col("ts", instant, func(r *entry[schemas.Tokens]) time.Time { return plausible(r.SealedAt, r.arrived) }),
+	col("gateway", low, func(r *entry[schemas.Tokens]) string { return r.Gateway }),
+	col("boot", "String", func(r *entry[schemas.Tokens]) string { return r.Boot }),
+	col("seq", "UInt64", func(r *entry[schemas.Tokens]) uint64 { return r.Seq }),
+	col("entry", "UInt32", func(r *entry[schemas.Tokens]) uint32 { return r.i }),
+	col("rule", low, func(r *entry[schemas.Tokens]) string { return r.e.Rule }),
+	col("layer", low, func(r *entry[schemas.Tokens]) string { return r.e.Layer }),
+	col("key", "String", func(r *entry[schemas.Tokens]) string { return r.e.Key }),
+	col("tenant", "String", func(r *entry[schemas.Tokens]) string { return r.e.Tenant }),
+	col("mode", low, func(r *entry[schemas.Tokens]) string { return r.e.Mode }),
+	col("rate_nanos", "Int64", func(r *entry[schemas.Tokens]) int64 { return r.e.RateNanos }),
+	col("capacity", "Int64", func(r *entry[schemas.Tokens]) int64 { return r.e.Capacity }),
+	col("limit_rate_nanos", "Int64", func(r *entry[schemas.Tokens]) int64 { return r.e.LimitRateNanos }),
+	col("limit_burst", "Int64", func(r *entry[schemas.Tokens]) int64 { return r.e.LimitBurst }),
+	col("taken", "UInt64", func(r *entry[schemas.Tokens]) uint64 { return r.e.Taken }),
+	col("refused", "UInt64", func(r *entry[schemas.Tokens]) uint64 { return r.e.Refused }),
+	col("cum", "UInt64", func(r *entry[schemas.Tokens]) uint64 { return r.e.Cum }),
+	col("incarnation", "UInt32", func(r *entry[schemas.Tokens]) uint32 { return r.e.Incarnation }),
+	col("tokens_min", "Int64", func(r *entry[schemas.Tokens]) int64 { return r.e.TokensMin }),
+	col("tokens_last", "Int64", func(r *entry[schemas.Tokens]) int64 { return r.e.TokensLast }),
+	col("window_ms", "UInt64", func(r *entry[schemas.Tokens]) uint64 { return uint64(r.e.Window.Milliseconds()) }),
+	col("received", instant, func(r *entry[schemas.Tokens]) time.Time { return r.arrived }),
+}}
+
+var rejectionsTable = table[entry[schemas.Rejection]]{"rejections", []column[entry[schemas.Rejection]]{
+	col("ts", instant, func(r *entry[schemas.Rejection]) time.Time { return r.e.Time }),
+	col("gateway", low, func(r *entry[schemas.Rejection]) string { return r.Gateway }),
+	col("boot", "String", func(r *entry[schemas.Rejection]) string { return r.Boot }),
+	col("seq", "UInt64", func(r *entry[schemas.Rejection]) uint64 { return r.Seq }),
+	col("entry", "UInt32", func(r *entry[schemas.Rejection]) uint32 { return r.i }),
+	col("tenant", "String", func(r *entry[schemas.Rejection]) string { return r.e.Tenant }),
+	col("route", low, func(r *entry[schemas.Rejection]) string { return r.e.Route }),
+	col("rule", low, func(r *entry[schemas.Rejection]) string { return r.e.Rule }),
+	col("layer", low, func(r *entry[schemas.Rejection]) string { return r.e.Layer }),
+	col("method", low, func(r *entry[schemas.Rejection]) string { return r.e.Method }),
+	col("path", "String", func(r *entry[schemas.Rejection]) string { return r.e.Path }),
+	col("client", "String", func(r *entry[schemas.Rejection]) string { return r.e.Client }),
+	col("retry_after_ms", "Int64", func(r *entry[schemas.Rejection]) int64 { return r.e.RetryAfterMS }),
+	col("instance", "String", func(r *entry[schemas.Rejection]) string { return r.e.Instance }),
+	col("received", instant, func(r *entry[schemas.Rejection]) time.Time { return r.arrived }),
+}}
+
+// stored is a report of a batch.
+type stored struct {
+	schemas.Delivered[*schemas.Report]
+	batch string
+}
+
+var reportsTable = table[stored]{"reports", []column[stored]{
+	col("gateway", low, func(r *stored) string { return r.Value.Gateway }),
+	col("boot", "String", func(r *stored) string { return r.Value.Boot }),
+	col("seq", "UInt64", func(r *stored) uint64 { return r.Value.Seq }),
+	col("batch", "String", func(r *stored) string { return r.batch }),
+	col("position", "UInt64", func(r *stored) uint64 { return r.Seq }),
+	col("received", instant, func(r *stored) time.Time { return r.Arrived }),
+	col("sealed", instant, func(r *stored) time.Time { return plausible(r.Value.SealedAt, time.UnixMilli(0)) }),
+	col("requests", "UInt64", func(r *stored) uint64 { return r.Value.Requests() }),
+}}
+
+var alertsTable = table[schemas.Delivered[*schemas.Alert]]{"alerts", []column[schemas.Delivered[*schemas.Alert]]{
+	col("ts", instant, func(r *schemas.Delivered[*schemas.Alert]) time.Time { return r.Arrived }),
+	col("type", low, func(r *schemas.Delivered[*schemas.Alert]) string { return r.Value.Type }),
+	col("alert", low, func(r *schemas.Delivered[*schemas.Alert]) string { return r.Value.Name }),
+	col("severity", low, func(r *schemas.Delivered[*schemas.Alert]) string { return r.Value.Severity }),
+	col("dedup_key", "String", func(r *schemas.Delivered[*schemas.Alert]) string { return r.Value.DedupKey }),
+	col("tenant", "String", func(r *schemas.Delivered[*schemas.Alert]) string { return r.Value.Tenant }),
+	col("rule", low, func(r *schemas.Delivered[*schemas.Alert]) string { return r.Value.Rule }),
+	col("gateway", low, func(r *schemas.Delivered[*schemas.Alert]) string { return r.Value.Gateway }),
+	col("summary", "String", func(r *schemas.Delivered[*schemas.Alert]) string { return r.Value.Summary }),
+	col("value", "Float64", func(r *schemas.Delivered[*schemas.Alert]) float64 { return r.Value.Value }),
+	col("threshold", "Float64", func(r *schemas.Delivered[*schemas.Alert]) float64 { return r.Value.Threshold }),
+	col("starts_at", instant, func(r *schemas.Delivered[*schemas.Alert]) time.Time { return plausible(r.Value.StartsAt, r.Arrived) }),
+	col("ends_at", "Nullable("+instant+")", func(r *schemas.Delivered[*schemas.Alert]) *time.Time {
+		if r.Value.EndsAt.IsZero() {
+			return nil
+		}
+		end := plausible(r.Value.EndsAt, r.Arrived)
+		return &end
+	}),
+}}
+
+// plausible is t, or instead when no clock of ours can have said t. A column holds the years 1900 to 2299, a partition is
+// a month, and an unchecked time could be any.
+func plausible(t, instead time.Time) time.Time {
+	if y := t.Year(); y < 1971 || y > 2199 {
+		return instead
+	}
+	return t
+}
+
+// token names a range of a stream for ever. Where the range begins in time is part of it: a stream that was made anew
+// counts from 1 again, and its first batches must not pass for those of the old one.
+func token[T any](b schemas.Batch[T]) string {
+	return fmt.Sprintf("%s-%d-%d-%s", b.Stream, b.First, b.Last, strconv.FormatInt(b.Items[0].Arrived.UnixNano(), 36))
+}
+
+// Reports stores a batch of usage reports: usage, tokens, rejections, and last that the reports are stored. After an
+// error any part of it may be stored or not; the same range again makes it whole, and as often as it is repeated every
+// request is counted once, in usage and in every roll-up. A report that an earlier batch stored is left out.
+func (s *Store) Reports(ctx context.Context, b schemas.Batch[*schemas.Report]) error {
+	if len(b.Items) == 0 {
+		return nil
+	}
+	tok := token(b)
+	doing := fmt.Sprintf("store reports %d to %d", b.First, b.Last)
+	err := s.reports(ctx, tok, b.Items)
+	s.settled(err)
+	return s.explain(doing, err)
+}
+
+func (s *Store) reports(ctx context.Context, tok string, items []schemas.Delivered[*schemas.Report]) error {
+	reports, whole, err := s.mine(ctx, tok, items)
+	if err != nil {
+		return err
+	}
+	var requests uint64
+	for i := range reports {
+		requests += reports[i].Value.Requests()
+	}
+	if !whole {
+		if err := insert(ctx, s, usageTable, tok, entries(reports, func(r *schemas.Report) []schemas.Usage { return r.Usage })); err != nil {
+			return err
+		}
+		if err := insert(ctx, s, tokensTable, tok, entries(reports, func(r *schemas.Report) []schemas.Tokens { return r.Tokens })); err != nil {
+			return err
+		}
+		if err := insert(ctx, s, rejectionsTable, tok, entries(reports, func(r *schemas.Report) []schemas.Rejection { return r.Rejections })); err != nil {
+			return err
+		}
+		if err := insert(ctx, s, reportsTable, tok, reports); err != nil {
+			return err
+		}
+	}
+	s.count(tok, requests, len(items)-len(reports))
+	return nil
+}
+
+type reportID struct {
+	gateway, boot string
+	seq           uint64
+}
+
+func idOf(r *schemas.Report) reportID { return reportID{r.Gateway, r.Boot, r.Seq} }
+
+// mine returns the reports that this batch is to store: each once, without those that another batch stored before.
+// Batches of a stream are handled in order, so that this is the same answer every time the batch is done again. whole
+// says that an earlier attempt stored them all.
+func (s *Store) mine(ctx context.Context, tok string, items []schemas.Delivered[*schemas.Report]) (mine []stored, whole bool, err error) {
+	by, err := s.storedBy(ctx, tok, items)
+	if err != nil {
+		return nil, false, err
+	}
+	mine = make([]stored, 0, len(items))
+	seen := make(map[reportID]bool, len(items))
+	whole = true
+	for _, it := range items {
+		id := idOf(it.Value)
+		batch := by[id]
+		if seen[id] || batch != "" && batch != tok {
+			continue
+		}
+		seen[id] = true
+		whole = whole && batch == tok
+		mine = append(mine, stored{it, tok})
+	}
+	return mine, whole, nil
+}
+
+// storedBy says which batch stored each report, as far as one did; tok wins over others.
+func (s *Store) storedBy(ctx context.Context, tok string, items []schemas.Delivered[*schemas.Report]) (map[reportID]string, error) {
+	by := map[reportID]string{}
+	for part := range slices.Chunk(items, reportsAtOnce) {
+		var ids strings.Builder // names are letters, digits, '-' and '_': schemas saw to it
+		for i, it := range part {
+			if i > 0 {
+				ids.WriteByte(',')
+			}
+			fmt.Fprintf(&ids, "('%s','%s',%d)", it.Value.Gateway, it.Value.Boot, it.Value.Seq)
+		}
+		rows, err := s.conn.Query(ch.Context(ctx, ch.WithParameters(ch.Parameters{"ids": "[" + ids.String() + "]"})),
+			"SELECT gateway, boot, seq, batch FROM reports WHERE (gateway, boot, seq) IN {ids:Array(Tuple(String, String, UInt64))}")
+		if err != nil {
+			return nil, err
+		}
+		var id reportID
+		var batch string
+		for rows.Next() {
+			if err := rows.Scan(&id.gateway, &id.boot, &id.seq, &batch); err != nil {
+				return nil, errors.Join(err, rows.Close())
+			}
+			if by[id] != tok {
+				by[id] = batch
+			}
+		}
+		if err := errors.Join(rows.Err(), rows.Close()); err != nil {
+			return nil, err
+		}
+	}
+	return by, nil
+}
+
+func entries[E any](reports []stored, of func(*schemas.Report) []E) []entry[E] {
+	var n int
+	for i := range reports {
+		n += len(of(reports[i].Value))
+	}
+	out := make([]entry[E], 0, n)
+	for i := range reports {
+		r := &reports[i]
+		es := of(r.Value)
+		for j := range es {
+			out = append(out, entry[E]{r.Value, uint32(j), r.Arrived, &es[j]})
+		}
+	}
+	return out
+}
+
+// Alerts stores a batch of alerts; the rules of Reports hold. The same change told again is the same row under FINAL.
+func (s *Store) Alerts(ctx context.Context, b schemas.Batch[*schemas.Alert]) error {
+	if len(b.Items) == 0 {
+		return nil
+	}
+	return s.explain(fmt.Sprintf("store alerts %d to %d", b.First, b.Last), insert(ctx, s, alertsTable, token(b), b.Items))
+}
+
+// insert stores rows under a token, or, with token "", as they are. Errors are the driver's.
+func insert[R any](ctx context.Context, s *Store, t table[R], token string, rows []R) error {
+	names := make([]string, len(t.columns))
+	types := make([]ch.ColumnNameAndType, len(t.columns))
+	for i, c := range t.columns {
+		names[i], types[i] = c.name, ch.ColumnNameAndType{Name: c.name, Type: c.typ}
+	}
+	sql := "INSERT INTO " + t.name + " (" + strings.Join(names, ", ") + ")"
+	n := 0
+	for part := range slices.Chunk(rows, maxRows) {
+		tok := token
+		if n > 0 && token != "" {
+			tok += "-" + strconv.Itoa(n)
+		}
+		n++
+		err := s.send(ctx, sql, tok, types, func(b driver.Batch) error {
+			for i, c := range t.columns {
+				if err := b.Column(i).Append(c.values(part)); err != nil {
+					return &Error{Kind: ErrRefused, Line: fmt.Sprintf("column %s of %s: %s", c.name, t.name, oneLine(err.Error())), Err: err}
+				}
+			}
+			return nil
+		})
+		if err != nil {
+			s.forget()
+			return err
+		}
+	}
+	return nil
+}
+
+// send makes one insert. A batch of the driver is used once: whether the server has stored it is unknown after an error,
+// and only the same rows under the same token, in a new one, are a safe answer.
+func (s *Store) send(ctx context.Context, sql, token string, types []ch.ColumnNameAndType, fill func(driver.Batch) error) error {
+	ctx, cancel := context.WithTimeout(ctx, insertTimeout)
+	defer cancel()
+	settings, err := s.settings(ctx, token)
+	if err != nil {
+		return err
+	}
+	b, err := s.conn.PrepareBatch(ch.Context(ctx, ch.WithSettings(settings), ch.WithColumnNamesAndTypes(types)), sql)
+	if err != nil {
+		return err
+	}
+	if err := fill(b); err != nil {
+		return errors.Join(err, b.Abort())
+	}
+	return b.Send()
+}

@@ -1,0 +1,194 @@
+package clickhouse
+
+import (
+	"cmp"
+	"context"
+	"crypto/sha256"
+	"embed"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"io/fs"
+	"slices"
+	"strconv"
+	"strings"
+
+	ch "github.com/ClickHouse/clickhouse-go/v2"
+)
+
+//go:embed migrations/*.sql
+var migrationFiles embed.FS
+
+// migration is one file of migrations: NNNN_name.sql, numbered from 1 without gaps. A file never changes once released,
+// and its statements are idempotent, for a migration that was cut off is done again from its start.
+type migration struct {
+	version    uint32
+	name       string
+	checksum   string
+	statements []string
+}
+
+// migrations are the embedded ones, in order.
+func migrations() ([]migration, error) {
+	names, err := fs.Glob(migrationFiles, "migrations/*.sql")
+	if err != nil {
+		return nil, err
+	}
+	var out []migration
+	for _, file := range names {
+		text, err := migrationFiles.ReadFile(file)
+		if err != nil {
+			return nil, err
+		}
+		name := strings.TrimSuffix(strings.TrimPrefix(file, "migrations/"), ".sql")
+		number, _, _ := strings.Cut(name, "_")
+		v, err := strconv.ParseUint(number, 10, 32)
+		if err != nil {
+			return nil, fmt.Errorf("migration %s: its name does not begin with a number", file)
+		}
+		sum := sha256.Sum256(text)
+		out = append(out, migration{uint32(v), name, hex.EncodeToString(sum[:]), statements(string(text))})
+	}
+	slices.SortFunc(out, func(a, b migration) int { return cmp.Compare(a.version, b.version) })
+	for i, m := range out {
+		if m.version != uint32(i+1) {
+			return nil, fmt.Errorf("migration %s: want number %d", m.name, i+1)
+		}
+	}
+	return out, nil
+}
+
+// statements splits text after each ';' that ends a line. Inside of a statement no line ends so.
+func statements(text string) []string {
+	var out []string
+	for _, s := range strings.Split(text+"\n", ";\n") {
+		if s = strings.TrimSpace(s); s != "" {
+			out = append(out, s)
+		}
+	}
+	return out
+}
+
+const migrationsTable = `CREATE TABLE IF NOT EXISTS schema_migrations
+(
+    version  UInt32,
+    name     String,
+    checksum String,
+    applied  DateTime64(3, 'UTC') DEFAULT now64(3, 'UTC')
+)
+ENGINE = ReplacingMergeTree
+ORDER BY version
+SETTINGS fsync_after_insert = 1, fsync_part_directory = 1`
+
+// Migrate brings the schema up to this build, database included, and tells progress one line per migration. It may run
+// any number of times, and beside itself. It never goes back: a schema newer than this build is left alone.
+func (s *Store) Migrate(ctx context.Context, progress func(string)) error {
+	if err := s.createDatabase(ctx); err != nil {
+		return err
+	}
+	if err := s.conn.Exec(ctx, migrationsTable); err != nil {
+		return s.explain("create schema_migrations", err)
+	}
+	all, err := migrations()
+	if err != nil {
+		return err
+	}
+	applied, err := s.applied(ctx)
+	if err != nil {
+		return s.explain("read schema_migrations", err)
+	}
+	for _, m := range all {
+		switch sum, ok := applied[m.version]; {
+		case ok && sum != m.checksum:
+			return s.changed(m)
+		case ok:
+			continue
+		}
+		progress("applying " + m.name)
+		for i, sql := range m.statements {
+			if err := s.conn.Exec(ctx, sql); err != nil {
+				return s.explain(fmt.Sprintf("migration %s, statement %d of %d", m.name, i+1, len(m.statements)), err)
+			}
+		}
+		if err := s.conn.Exec(ctx, "INSERT INTO schema_migrations (version, name, checksum) SETTINGS async_insert = 0 SELECT {version:UInt32}, {name:String}, {checksum:String}",
+			ch.Named("version", m.version), ch.Named("name", m.name), ch.Named("checksum", m.checksum)); err != nil {
+			return s.explain("note migration "+m.name, err)
+		}
+	}
+	progress(fmt.Sprintf("the schema is at %d", max(uint32(len(all)), newest(applied))))
+	return nil
+}
+
+// createDatabase works from the default database, since a connection to one that is missing cannot be made.
+func (s *Store) createDatabase(ctx context.Context) error {
+	opt := *s.opt
+	opt.Auth.Database = ""
+	conn, err := ch.Open(&opt)
+	if err != nil {
+		return fmt.Errorf("open ClickHouse: %w", err)
+	}
+	err = conn.Exec(ctx, "CREATE DATABASE IF NOT EXISTS {name:Identifier}", ch.Named("name", s.opt.Auth.Database))
+	return s.explain("create database "+s.opt.Auth.Database, errors.Join(err, conn.Close()))
+}
+
+// applied are the checksums of the applied migrations, by version. Errors are the driver's.
+func (s *Store) applied(ctx context.Context) (map[uint32]string, error) {
+	rows, err := s.conn.Query(ctx, "SELECT version, checksum FROM schema_migrations FINAL")
+	if err != nil {
+		return nil, err
+	}
+	out := map[uint32]string{}
+	var version uint32
+	var sum string
+	for rows.Next() {
+		if err := rows.Scan(&version, &sum); err != nil {
+			return nil, errors.Join(err, rows.Close())
+		}
+		out[version] = sum
+	}
+	return out, errors.Join(rows.Err(), rows.Close())
+}
+
+func newest(applied map[uint32]string) (v uint32) {
+	for n := range applied {
+		v = max(v, n)
+	}
+	return v
+}
+
+func (s *Store) changed(m migration) error {
+	return &Error{Kind: ErrSchema, Err: ErrSchema, Line: fmt.Sprintf(
+		"ClickHouse at %s: migration %s was applied with other text than this weir has: the schema in database %q is not its own", strings.Join(s.opt.Addr, ","), m.name, s.opt.Auth.Database)}
+}
+
+// ErrSchemaNewer is an ErrSchema: the schema was migrated by a newer weir. Migrations only add, so inserts and queries
+// of this one still work: a process may go on with a warning.
+var ErrSchemaNewer = fmt.Errorf("%w: it is newer", ErrSchema)
+
+// Check says in one line why this build cannot rely on the schema: it is missing, older, changed (ErrSchema) or newer
+// (ErrSchemaNewer), or the server cannot be asked (ErrUnreachable, ErrDenied).
+func (s *Store) Check(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, queryTimeout)
+	defer cancel()
+	all, err := migrations()
+	if err != nil {
+		return err
+	}
+	applied, err := s.applied(ctx)
+	if err != nil {
+		return s.explain("check the schema", err)
+	}
+	at := fmt.Sprintf("ClickHouse at %s: the schema in database %q", strings.Join(s.opt.Addr, ","), s.opt.Auth.Database)
+	for _, m := range all {
+		switch sum, ok := applied[m.version]; {
+		case !ok:
+			return &Error{Kind: ErrSchema, Err: ErrSchema, Line: fmt.Sprintf("%s is at %d and this weir wants %d: run weir migrate", at, m.version-1, len(all))}
+		case sum != m.checksum:
+			return s.changed(m)
+		}
+	}
+	if v := newest(applied); v > uint32(len(all)) {
+		return &Error{Kind: ErrSchemaNewer, Err: ErrSchemaNewer, Line: fmt.Sprintf("%s is at %d, newer than this weir (%d): it was migrated by a newer one", at, v, len(all))}
+	}
+	return nil
+}

@@ -1,0 +1,269 @@
+package clickhouse
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	ch "github.com/ClickHouse/clickhouse-go/v2"
+)
+
+// Counts are requests, and the tokens that they asked for.
+type Counts struct {
+	Allowed  uint64 `json:"allowed"`
+	Rejected uint64 `json:"rejected"`
+	Cost     uint64 `json:"cost"`
+}
+
+// Requests is how many there were.
+func (c Counts) Requests() uint64 { return c.Allowed + c.Rejected }
+
+func (c *Counts) add(d Counts) {
+	c.Allowed += d.Allowed
+	c.Rejected += d.Rejected
+	c.Cost += d.Cost
+}
+
+// Totals are the counts of everybody.
+type Totals struct {
+	From     time.Time `json:"from"`
+	To       time.Time `json:"to"`
+	Requests uint64    `json:"requests"`
+	Counts
+}
+
+// Totals counts every request with from <= ts < to, from the ledger itself: it is exact whatever was inserted twice.
+func (s *Store) Totals(ctx context.Context, from, to time.Time) (Totals, error) {
+	ctx, cancel := context.WithTimeout(ctx, queryTimeout)
+	defer cancel()
+	t := Totals{From: from.UTC(), To: to.UTC()}
+	err := s.conn.QueryRow(ctx, `SELECT sum(allowed), sum(rejected), sum(cost) FROM `+ledger.as("u")+` WHERE `+within+ledger.settings, window(from, to)...).
+		Scan(&t.Allowed, &t.Rejected, &t.Cost)
+	if err != nil {
+		return Totals{}, s.explain("count requests", err)
+	}
+	t.Requests = t.Counts.Requests()
+	return t, nil
+}
+
+// Orders of Top.
+const (
+	ByRequests = "requests"
+	ByAllowed  = "allowed"
+	ByRejected = "rejected"
+	ByCost     = "cost"
+)
+
+// TenantTotal is the counts of one tenant.
+type TenantTotal struct {
+	Tenant   string `json:"tenant"`
+	Requests uint64 `json:"requests"`
+	Counts
+}
+
+// Top returns the n tenants (at most 10000) with the most of by, one of the By constants, largest first. Whole minutes,
+// hours and days are read from the roll-ups, anything else from the ledger.
+func (s *Store) Top(ctx context.Context, from, to time.Time, n int, by string) ([]TenantTotal, error) {
+	if !slices.Contains([]string{ByRequests, ByAllowed, ByRejected, ByCost}, by) {
+		return nil, fmt.Errorf("top by %q: want requests, allowed, rejected or cost", by)
+	}
+	if n < 1 || n > 10_000 {
+		return nil, fmt.Errorf("top %d: want 1 to 10000", n)
+	}
+	src := sourceFor(from, to, 0)
+	ctx, cancel := context.WithTimeout(ctx, queryTimeout)
+	defer cancel()
+	rows, err := s.conn.Query(ctx, `SELECT tenant, sum(u.allowed) AS allowed, sum(u.rejected) AS rejected, sum(u.cost) AS cost, allowed + rejected AS requests
+		FROM `+src.as("u")+` WHERE `+within+` GROUP BY tenant ORDER BY `+by+` DESC, tenant LIMIT {n:UInt32}`+src.settings,
+		append(window(from, to), ch.Named("n", uint32(n)))...)
+	if err != nil {
+		return nil, s.explain("find the top tenants", err)
+	}
+	out := []TenantTotal{}
+	for rows.Next() {
+		var t TenantTotal
+		if err := rows.Scan(&t.Tenant, &t.Allowed, &t.Rejected, &t.Cost, &t.Requests); err != nil {
+			return nil, errors.Join(s.explain("find the top tenants", err), rows.Close())
+		}
+		out = append(out, t)
+	}
+	return out, s.explain("find the top tenants", errors.Join(rows.Err(), rows.Close()))
+}
+
+// TenantUsage is one tenant's history: in total, per route and rule, and over time.
+type TenantUsage struct {
+	Tenant   string        `json:"tenant"`
+	From     time.Time     `json:"from"`
+	To       time.Time     `json:"to"`
+	StepMS   int64         `json:"step_ms"`
+	Requests uint64        `json:"requests"`
+	Counts                 // in total
+	Routes   []RouteTotal  `json:"routes"` // most requests first
+	Points   []TenantPoint `json:"points"` // in order of time, then route, then rule; steps without requests are left out
+}
+
+// RouteTotal is the counts of one route and outcome.
+type RouteTotal struct {
+	Route string `json:"route"`
+	Rule  string `json:"rule"` // the refusing rule, empty for what was allowed
+	Counts
+}
+
+// TenantPoint is the counts of one step, route and outcome.
+type TenantPoint struct {
+	Time time.Time `json:"ts"` // start of the step
+	RouteTotal
+}
+
+// Tenant returns what one tenant did with from <= ts < to, in steps counted from from.
+func (s *Store) Tenant(ctx context.Context, tenant string, from, to time.Time, step time.Duration) (TenantUsage, error) {
+	if err := checkSteps(from, to, step); err != nil {
+		return TenantUsage{}, fmt.Errorf("usage of tenant %q: %w", tenant, err)
+	}
+	doing := fmt.Sprintf("read the usage of tenant %q", tenant)
+	src := sourceFor(from, to, step)
+	ctx, cancel := context.WithTimeout(ctx, queryTimeout)
+	defer cancel()
+	rows, err := s.conn.Query(ctx, `SELECT `+stepOf+` AS step, route, rule, sum(u.allowed), sum(u.rejected), sum(u.cost)
+		FROM `+src.as("u")+` WHERE tenant = {tenant:String} AND `+within+` GROUP BY step, route, rule ORDER BY step, route, rule`+src.settings,
+		append(window(from, to), ch.Named("tenant", tenant), ch.Named("step", step.Milliseconds()))...)
+	if err != nil {
+		return TenantUsage{}, s.explain(doing, err)
+	}
+	t := TenantUsage{Tenant: tenant, From: from.UTC(), To: to.UTC(), StepMS: step.Milliseconds(), Routes: []RouteTotal{}, Points: []TenantPoint{}}
+	routes := map[[2]string]*Counts{}
+	for rows.Next() {
+		var n int64
+		var p TenantPoint
+		if err := rows.Scan(&n, &p.Route, &p.Rule, &p.Allowed, &p.Rejected, &p.Cost); err != nil {
+			return TenantUsage{}, errors.Join(s.explain(doing, err), rows.Close())
+		}
+		p.Time = t.From.Add(time.Duration(n) * step)
+		t.Points = append(t.Points, p)
+		t.add(p.Counts)
+		id := [2]string{p.Route, p.Rule}
+		if routes[id] == nil {
+			routes[id] = &Counts{}
+		}
+		routes[id].add(p.Counts)
+	}
+	if err := errors.Join(rows.Err(), rows.Close()); err != nil {
+		return TenantUsage{}, s.explain(doing, err)
+	}
+	t.Requests = t.Counts.Requests()
+	for id, c := range routes {
+		t.Routes = append(t.Routes, RouteTotal{id[0], id[1], *c})
+	}
+	slices.SortFunc(t.Routes, func(a, b RouteTotal) int {
+		return cmp.Or(cmp.Compare(b.Requests(), a.Requests()), cmp.Compare(a.Route, b.Route), cmp.Compare(a.Rule, b.Rule))
+	})
+	return t, nil
+}
+
+// CurveQuery says which buckets of a rule to follow: the one of a key, or all of a tenant when Tenant is not empty.
+type CurveQuery struct {
+	Rule     string
+	Key      string // as in reports; empty is the key of a rule without dimensions
+	Tenant   string
+	From, To time.Time // From <= ts < To
+	Step     time.Duration
+}
+
+// CurvePoint is the level of the buckets in one step: the low-token curve.
+type CurvePoint struct {
+	Time     time.Time `json:"ts"`          // start of the step
+	Last     int64     `json:"tokens_last"` // what each gateway last had in the step, added up
+	Capacity int64     `json:"capacity"`    // likewise
+	Min      int64     `json:"tokens_min"`  // the least that any gateway had
+	Taken    uint64    `json:"taken"`
+	Refused  uint64    `json:"refused"`
+	Buckets  uint64    `json:"buckets"` // local ones that reported in the step; a full bucket has nothing to report
+}
+
+// Curve returns the level over time, in steps counted from From. Steps without a report are left out.
+func (s *Store) Curve(ctx context.Context, q CurveQuery) ([]CurvePoint, error) {
+	doing := fmt.Sprintf("read the curve of rule %q", q.Rule)
+	if err := checkSteps(q.From, q.To, q.Step); err != nil {
+		return nil, fmt.Errorf("%s: %w", doing, err)
+	}
+	which, name := "key = {who:String}", q.Key
+	if q.Tenant != "" {
+		which, name = "tenant = {who:String}", q.Tenant
+	}
+	ctx, cancel := context.WithTimeout(ctx, queryTimeout)
+	defer cancel()
+	rows, err := s.conn.Query(ctx, `SELECT step, sum(l), sum(c), min(m), sum(t), sum(r), count() FROM (
+			SELECT `+stepOf+` AS step, gateway, key, argMax(tokens_last, (ts, seq)) AS l, argMax(capacity, (ts, seq)) AS c,
+				min(tokens_min) AS m, sum(taken) AS t, sum(refused) AS r
+			FROM tokens AS u FINAL WHERE rule = {rule:String} AND `+which+` AND `+within+` GROUP BY step, gateway, key
+		) GROUP BY step ORDER BY step`+ledger.settings,
+		append(window(q.From, q.To), ch.Named("rule", q.Rule), ch.Named("who", name), ch.Named("step", q.Step.Milliseconds()))...)
+	if err != nil {
+		return nil, s.explain(doing, err)
+	}
+	out := []CurvePoint{}
+	for rows.Next() {
+		var n int64
+		var p CurvePoint
+		if err := rows.Scan(&n, &p.Last, &p.Capacity, &p.Min, &p.Taken, &p.Refused, &p.Buckets); err != nil {
+			return nil, errors.Join(s.explain(doing, err), rows.Close())
+		}
+		p.Time = q.From.UTC().Add(time.Duration(n) * q.Step)
+		out = append(out, p)
+	}
+	return out, s.explain(doing, errors.Join(rows.Err(), rows.Close()))
+}
+
+// Times go to the server as milliseconds since 1970 and come back as numbers of steps: no text, so no time zone.
+const (
+	within = `u.ts >= fromUnixTimestamp64Milli({from:Int64}, 'UTC') AND u.ts < fromUnixTimestamp64Milli({to:Int64}, 'UTC')`
+	stepOf = `intDiv(toUnixTimestamp64Milli(u.ts) - {from:Int64}, {step:Int64})`
+)
+
+func window(from, to time.Time) []any {
+	return []any{ch.Named("from", from.UnixMilli()), ch.Named("to", to.UnixMilli())}
+}
+
+// source is a table that holds usage.
+type source struct {
+	name, final, settings string
+	grain                 time.Duration
+}
+
+// as is the FROM clause.
+func (s source) as(alias string) string { return s.name + " AS " + alias + s.final }
+
+// Equal rows share a partition, so FINAL need not look across.
+var (
+	ledger  = source{name: "usage", final: " FINAL", settings: " SETTINGS do_not_merge_across_partitions_select_final = 1", grain: time.Millisecond}
+	rollups = []source{{name: "usage_1d", grain: 24 * time.Hour}, {name: "usage_1h", grain: time.Hour}, {name: "usage_1m", grain: time.Minute}}
+)
+
+// sourceFor is the coarsest source that can tell from, to and every step apart. Step 0 is none.
+func sourceFor(from, to time.Time, step time.Duration) source {
+	whole := func(t time.Time, grain time.Duration) bool { return t.UnixNano()%int64(grain) == 0 }
+	for _, r := range rollups {
+		if whole(from, r.grain) && whole(to, r.grain) && step%r.grain == 0 {
+			return r
+		}
+	}
+	return ledger
+}
+
+// maxSteps bounds an answer.
+const maxSteps = 100_000
+
+func checkSteps(from, to time.Time, step time.Duration) error {
+	switch {
+	case step < time.Millisecond || step%time.Millisecond != 0:
+		return fmt.Errorf("step %s: want whole milliseconds, at least one", step)
+	case to.Before(from):
+		return fmt.Errorf("from %s is after to %s", from.UTC().Format(time.RFC3339), to.UTC().Format(time.RFC3339))
+	case to.Sub(from)/step > maxSteps:
+		return fmt.Errorf("%d steps of %s, want at most %d", to.Sub(from)/step, step, maxSteps)
+	}
+	return nil
+}
