@@ -1,0 +1,297 @@
+package enforcer
+
+import (
+	"math"
+	"slices"
+	"time"
+
+	"github.com/weirhq/weir/enforcer/bucket"
+	"github.com/weirhq/weir/limits"
+)
+
+// The rungs of the degradation ladder, as Mode names them.
+const (
+	Synced   = "synced"   // the centre was heard from lately
+	Stale    = "stale"    // it was not, and its shares still hold
+	Isolated = "isolated" // its shares hold no longer: every key has limit/fleet here
+	Local    = "local"    // no rule is shared with other gateways
+)
+
+// Mode returns the enforcer's rung.
+func (e *Enforcer) Mode() string {
+	v := e.view.Load()
+	now, heard := e.cfg.Clock(), e.heard.Load()
+	switch {
+	case v == nil || !v.shared:
+		return Local
+	case now > e.freshUntil.Load():
+		return Isolated
+	case uint64(now)-uint64(heard) > uint64(e.cfg.StaleAfter) && now > heard:
+		return Stale
+	}
+	return Synced
+}
+
+// Apply takes a throttle update. Any update, even an empty one, makes the shares hold for its time to live, and its count of
+// gateways is what keys without a share divide by. A share of a version not above the one held for its key, of a rule that is
+// not shared, or of another limit than the policy states is ignored.
+func (e *Enforcer) Apply(u Update) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	now := e.cfg.Clock()
+	ttl := u.TTL
+	if ttl <= 0 {
+		ttl = e.cfg.ShareTTL
+	}
+	e.heard.Store(now)
+	e.freshUntil.Store(now + int64(min(ttl, time.Duration(math.MaxInt64-max(now, 0)))))
+	v := e.view.Load()
+	if u.Gateways > 0 && u.Gateways != e.fleet {
+		e.fleet = u.Gateways
+		if v != nil {
+			e.change(v.policy, now)
+			v = e.view.Load()
+		}
+	}
+	if v == nil {
+		return
+	}
+	for i := range u.Shares {
+		s := &u.Shares[i]
+		for _, r := range v.byID {
+			if r == nil || r.src.Name != s.Rule || r.local {
+				continue
+			}
+			if r.pool != nil {
+				r.pool.give(s.Version, s.RateNanos, s.Burst, s.LimitRateNanos, s.LimitBurst, now)
+			} else if q, ok := parse(r.dims, s.Key); ok {
+				e.give(v, r, &q, s.Key, s.Version, s.RateNanos, s.Burst, s.LimitRateNanos, s.LimitBurst, now)
+			}
+		}
+	}
+}
+
+// shareOf returns what the centre gave as a limit: never above the stated one, and exactly that where it gave all of it. It is
+// false for a share of another limit than whole, from a centre that follows another policy.
+func shareOf(whole bucket.Limit, rateNanos, burst, limitRateNanos, limitBurst int64) (bucket.Limit, bool) {
+	if whole.Unlimited || limitRateNanos != whole.Rate.Nano() || limitBurst != whole.Burst {
+		return bucket.Limit{}, false
+	}
+	l := bucket.Limit{Rate: whole.Rate, Burst: min(burst, whole.Burst)}
+	if rateNanos < limitRateNanos {
+		r, err := bucket.FromNano(rateNanos)
+		if err != nil {
+			return bucket.Limit{}, false
+		}
+		l.Rate = r
+	}
+	return l, l.Burst >= 0
+}
+
+func (p *pool) give(version uint64, rateNanos, burst, limitRateNanos, limitBurst int64, now int64) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.shared && version <= p.share.version {
+		return
+	}
+	given, ok := shareOf(p.entry.whole, rateNanos, burst, limitRateNanos, limitBurst)
+	if !ok {
+		return
+	}
+	p.shared = true
+	p.share = share{version: version, given: given}
+	p.become(p.target(), now)
+}
+
+func (e *Enforcer) give(v *view, r *rule, q *Request, text string, version uint64, rateNanos, burst, limitRateNanos, limitBurst int64, now int64) {
+	var h uint64
+	var h2 uint32
+	if text != "" && text[0] == '#' {
+		h, h2 = e.hashText(r, text)
+	} else {
+		h, h2 = e.hash(r, q)
+	}
+	sh := &e.shards[h%shardN]
+	sh.mu.Lock()
+	defer sh.mu.Unlock()
+	_, ent := v.entryFor(r, q.Tenant)
+	given, ok := shareOf(ent.whole, rateNanos, burst, limitRateNanos, limitBurst)
+	if !ok {
+		return
+	}
+	g, at := e.enterLocked(sh, v, r, h, h2, q.Tenant, []byte(text), now)
+	s := &g.slots[at]
+	w, _ := s.lock()
+	defer func() { s.word.Store(w) }()
+	if s.lim&shareFlag == 0 {
+		lim, _ := e.limit(v, sh, s, r, q.Tenant, now)
+		held := *lim
+		s.lim = sh.newShare()
+		*sh.share(s.lim) = share{version: version, given: given, now: held, entry: ent, gen: v.gen}
+	} else {
+		c := sh.share(s.lim)
+		if version <= c.version {
+			return
+		}
+		e.limit(v, sh, s, r, q.Tenant, now)
+		c.version, c.given, c.dropped = version, given, false
+	}
+	e.settle(v, s, sh.share(s.lim), r, q.Tenant, now > e.freshUntil.Load(), now)
+}
+
+// Collect emits the buckets that have something to say: all that were touched since they were last collected, or only the hot
+// ones, which were refused, are nearly empty, or have no share yet from a centre that serves several gateways. What is emitted
+// counts as reported. emit is called without a lock.
+func (e *Enforcer) Collect(now int64, all bool, emit func(Bucket)) {
+	e.collecting.Lock()
+	defer e.collecting.Unlock()
+	v := e.view.Load()
+	if v == nil {
+		return
+	}
+	var out []Bucket
+	flush := func() {
+		for i := range out {
+			emit(out[i])
+		}
+		clear(out)
+		out = out[:0]
+	}
+	for _, rules := range [][]*rule{v.checks, v.shadows} {
+		for _, r := range rules {
+			if r.pool != nil {
+				if b, ok := r.pool.report(e, r, now, all); ok {
+					out = append(out, b)
+				}
+			}
+		}
+	}
+	flush()
+	for i := range e.shards {
+		sh := &e.shards[i]
+		if all || sh.hot.Load() {
+			out = e.collect(sh, now, all, out)
+			flush()
+		}
+	}
+}
+
+// collect appends what one shard has to say.
+func (e *Enforcer) collect(sh *shard, now int64, all bool, out []Bucket) []Bucket {
+	sh.mu.Lock()
+	defer sh.mu.Unlock()
+	v, g := e.view.Load(), sh.seg.Load() // in this order of locks the view knows every rule that the shard's keys have
+	sh.hot.Store(false)
+	if !all {
+		for i := range g.hot {
+			if g.hot[i].Load() == 0 {
+				continue
+			}
+			word := g.hot[i].Swap(0)
+			for n := i * 64; word != 0; n, word = n+1, word>>1 {
+				if word&1 != 0 {
+					out = e.report(v, sh, g, &g.slots[n], now, out)
+				}
+			}
+		}
+		return out
+	}
+	for i := range g.hot {
+		g.hot[i].Store(0)
+	}
+	quiet := 0
+	for n := range g.slots {
+		s := &g.slots[n]
+		switch {
+		case s.ref == 0:
+		case s.word.Load()&(touched|hot) == 0:
+			quiet++
+		default:
+			out = e.report(v, sh, g, s, now, out)
+		}
+	}
+	if g.n > groupLen && quiet > g.n/2 && now >= sh.quiet {
+		if e.rebuild(sh, now) < g.n/4 {
+			sh.quiet = now + int64(time.Minute) // most of these are not full yet
+		}
+	}
+	return out
+}
+
+// report appends one bucket and marks it reported. sh.mu is held.
+func (e *Enforcer) report(v *view, sh *shard, g *segment, s *slot, now int64, out []Bucket) []Bucket {
+	inc, id, text := g.key(s)
+	r := v.byID[id]
+	key := string(text)
+	b := Bucket{Key: key, Incarnation: inc}
+	var lim, whole bucket.Limit
+	w, _ := s.lock()
+	if w&(touched|hot) == 0 { // reported since it was put on the list
+		s.word.Store(w)
+		return out
+	}
+	if r != nil { // else the rule is gone from the policy, and what it did last goes out without limits
+		tenant, known := "", true
+		if slices.ContainsFunc(r.dims, func(d limits.Dimension) bool { return d.Kind == limits.ByTenant }) {
+			tenant, known = tenantOf(r.dims, text)
+		}
+		b.Tenant = tenant
+		if known || !r.src.ByPlan || v.current(s.lim) {
+			l, wh := e.limit(v, sh, s, r, tenant, now)
+			lim, whole = *l, *wh
+		}
+	}
+	level := s.state().Level(lim, now)
+	b.Cum = s.cum
+	if s.taken >= 0 {
+		b.Taken = uint64(s.taken)
+		s.taken = 0
+	} else {
+		b.Cum -= uint64(int64(s.taken)) // as it was last reported: a take was reported before it was given back
+	}
+	b.Refused = uint64(s.refused)
+	b.TokensMin, b.TokensLast = int64(s.min), level.Tokens
+	b.Window = time.Duration(uint32(now/1e6)-s.reported) * time.Millisecond
+	s.refused, s.min, s.reported = 0, uint32(level.Tokens), uint32(now/1e6)
+	s.word.Store(w &^ (touched | hot))
+
+	last := v.known[id]
+	b.Rule, b.Layer, b.Mode = last.src.Name, last.layer, last.src.Mode.String()
+	state(&b, lim, whole)
+	return append(out, b)
+}
+
+// state writes limits into a report.
+func state(b *Bucket, lim, whole bucket.Limit) {
+	b.RateNanos, b.Capacity = lim.Rate.Nano(), lim.Burst
+	b.LimitRateNanos, b.LimitBurst = whole.Rate.Nano(), whole.Burst
+	if lim.Unlimited {
+		b.RateNanos, b.LimitRateNanos = -1, -1
+	}
+}
+
+// report says what a pool has taken and refused since it last did.
+func (p *pool) report(e *Enforcer, r *rule, now int64, all bool) (b Bucket, ok bool) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for i := range p.stripes {
+		if n := p.stripes[i].refused.Swap(0); n > 0 {
+			p.refused += n
+			p.hot = true
+		}
+	}
+	taken := p.gone - uint64(p.credits())
+	if !p.hot && (!all || taken <= p.reported) {
+		return b, false
+	}
+	p.refill(e, now)
+	level := p.state.Tokens + p.credits()
+	b = Bucket{
+		Rule: r.src.Name, Layer: r.layer, Mode: r.src.Mode.String(), Refused: p.refused,
+		Cum: max(taken, p.reported), TokensMin: min(p.min, level), TokensLast: level, Window: time.Duration(now - p.last),
+	}
+	b.Taken = b.Cum - p.reported
+	state(&b, p.limit, p.entry.whole)
+	p.reported, p.refused, p.min, p.last, p.hot, p.touched = b.Cum, 0, level, now, false, false
+	return b, true
+}

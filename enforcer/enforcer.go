@@ -1,0 +1,381 @@
+// Package enforcer decides, in this process and in nanoseconds, whether a request may pass: a funnel of token buckets, one per
+// rule and key. It keeps a part of each limit that its fleet shares, as the centre tells it, and says what it took and refused.
+package enforcer
+
+import (
+	"hash/maphash"
+	"math"
+	"runtime"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/weirhq/weir/enforcer/bucket"
+	"github.com/weirhq/weir/limits"
+	"github.com/weirhq/weir/schemas"
+)
+
+// Config is the enforcer's tuning. A zero field means its default.
+type Config struct {
+	Stripes    int           // parts of a rule without key, one per core (GOMAXPROCS); 1 makes it exact: see pool
+	Fleet      int           // gateways that share the limits, until the centre says how many (1)
+	StaleAfter time.Duration // silence of the centre that makes the mode stale (3s)
+	ShareTTL   time.Duration // silence after which shares no longer hold, where an update does not say (30s)
+	Clock      func() int64  // what Check's now is read from, for SetPolicy, Apply and Mode (Monotonic)
+}
+
+var start = time.Now()
+
+// Monotonic returns the nanoseconds since the process began, by a clock that is never set.
+func Monotonic() int64 { return int64(time.Since(start)) }
+
+// Request is what a decision depends on. Values are compared byte by byte; an empty one is a value like any other.
+type Request struct {
+	Tenant, Route, IP, User, Device string
+
+	Header func(name string) string // by canonical name, for rules whose key has a header; may be nil
+	Cost   int64                    // tokens: ordinarily 1; 0 asks without taking
+}
+
+// Reason says why a request was refused.
+type Reason string
+
+// The reasons. The empty one is that of a request that was allowed.
+const (
+	ReasonLimit    Reason = "limit"     // the rule's bucket has too few tokens
+	ReasonDenied   Reason = "denied"    // the rule's limit admits nothing
+	ReasonCost     Reason = "cost"      // the cost is above what the rule's bucket holds when full, or negative
+	ReasonNoPolicy Reason = "no-policy" // there is no policy yet
+)
+
+// Standing is how a request left one rule's bucket.
+type Standing struct {
+	Rule      *limits.Rule
+	Limit     *bucket.Limit // the stated limit, of which this gateway may enforce a share; never changes
+	Remaining int64         // tokens left here
+}
+
+// Decision is the answer to one request.
+type Decision struct {
+	Allowed     bool
+	Reason      Reason        // why not
+	Rule, Layer string        // that refused; empty when allowed
+	RetryIn     time.Duration // 0 when allowed; else the shortest wait after which that rule would admit the same; bucket.Never if none
+	Remaining   int64         // tokens left in that rule's bucket; when allowed, in the one that has fewest
+	Burst       int64         // tokens that bucket holds here when full
+	Rate        bucket.Rate   // and its rate
+	Shadow      []string      // shadow rules that would have refused; shared, do not change
+
+	Standings [8]Standing // the first N are the rules that were asked, in order
+	N         int
+}
+
+// Update is a throttle update from the centre.
+type Update = schemas.ThrottleUpdate
+
+// Bucket is what Collect says of one bucket.
+type Bucket = schemas.Tokens
+
+// Enforcer holds the buckets. All its methods may be called by any number of goroutines.
+type Enforcer struct {
+	cfg   Config
+	seed  maphash.Seed
+	seed2 maphash.Seed
+	hot   chan struct{}
+
+	view       atomic.Pointer[view]
+	freshUntil atomic.Int64 // shares hold until then
+	heard      atomic.Int64 // instant of the last update
+
+	mu    sync.Mutex // guards changes of view, and what follows
+	fleet int
+	ids   map[string]int // rule identity to id, for the life of the process
+	pools map[int]*pool  // by rule id
+	depth int            // earlier generations remembered
+
+	collecting sync.Mutex
+	shards     [shardN]shard
+}
+
+// New returns an enforcer without a policy: it refuses everything until SetPolicy.
+func New(cfg Config) *Enforcer {
+	if cfg.Stripes <= 0 {
+		cfg.Stripes = runtime.GOMAXPROCS(0)
+	}
+	if cfg.Fleet <= 0 {
+		cfg.Fleet = 1
+	}
+	if cfg.StaleAfter <= 0 {
+		cfg.StaleAfter = 3 * time.Second
+	}
+	if cfg.ShareTTL <= 0 {
+		cfg.ShareTTL = 30 * time.Second
+	}
+	if cfg.Clock == nil {
+		cfg.Clock = Monotonic
+	}
+	e := &Enforcer{
+		cfg: cfg, seed: maphash.MakeSeed(), seed2: maphash.MakeSeed(), hot: make(chan struct{}, 1),
+		fleet: cfg.Fleet, ids: map[string]int{}, pools: map[int]*pool{},
+	}
+	e.freshUntil.Store(math.MinInt64)
+	e.heard.Store(math.MinInt64)
+	for i := range e.shards {
+		e.shards[i].seg.Store(newSegment(1, 0))
+	}
+	return e
+}
+
+// SetPolicy puts p in force, at once and as a whole. A rule of the same name and key goes on with its buckets: they keep their
+// tokens, less what no longer fits. p must be valid, and must not change.
+func (e *Enforcer) SetPolicy(p *limits.Policy) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.change(p, e.cfg.Clock())
+}
+
+const maxDepth = 64 // generations that are remembered before every bucket is brought up to date
+
+// change makes a policy or a new fleet size the view. e.mu is held.
+func (e *Enforcer) change(p *limits.Policy, now int64) {
+	v := e.compile(p, e.fleet, e.view.Load(), now)
+	for _, r := range v.byID {
+		if r != nil && r.pool != nil {
+			_, ent := v.entryFor(r, "")
+			r.pool.restate(ent, now)
+		}
+	}
+	e.view.Store(v)
+	if e.depth++; e.depth >= maxDepth {
+		e.sweep(v, now)
+		v.prev.Store(nil)
+		e.depth = 0
+	}
+}
+
+// Policy returns the policy in force, or nil.
+func (e *Enforcer) Policy() *limits.Policy {
+	if v := e.view.Load(); v != nil {
+		return v.policy
+	}
+	return nil
+}
+
+// Check decides one request at now, in nanoseconds of a clock that does not step. It asks the rules in funnel order. The first
+// that refuses is named, and what the ones before it took is given back. Shadow rules are asked when a request is admitted.
+func (e *Enforcer) Check(now int64, q *Request) (d Decision) {
+	v := e.view.Load()
+	if v == nil {
+		d.Reason, d.RetryIn = ReasonNoPolicy, bucket.Never
+		return d
+	}
+	var credits [4]credit // of the first pools
+	pools := 0
+	d.Remaining = math.MaxInt64
+	for i, r := range v.checks {
+		if !r.applies(q.Route) {
+			continue
+		}
+		var ok bool
+		if r.pool != nil {
+			var c credit
+			ok, c = e.takePool(v, r, q, now, &d)
+			if pools < len(credits) {
+				credits[pools] = c
+				pools++
+			}
+		} else {
+			ok = e.take(v, r, q, now, &d, false)
+		}
+		if !ok {
+			e.putBack(v, i, q, now, &credits)
+			return d
+		}
+	}
+	d.Allowed = true
+	for _, r := range v.shadows {
+		if !r.applies(q.Route) {
+			continue
+		}
+		var so Decision // not what the caller hears
+		ok := false
+		if r.pool != nil {
+			ok, _ = e.takePool(v, r, q, now, &so)
+		} else {
+			ok = e.take(v, r, q, now, &so, true)
+		}
+		if !ok {
+			d.Shadow = r.names(d.Shadow)
+		}
+	}
+	return d
+}
+
+// putBack gives back what the first rules of v.checks took.
+func (e *Enforcer) putBack(v *view, rules int, q *Request, now int64, credits *[4]credit) {
+	if q.Cost <= 0 {
+		return
+	}
+	pools := 0
+	for _, r := range v.checks[:rules] {
+		switch {
+		case !r.applies(q.Route):
+		case r.pool != nil:
+			var c credit
+			if pools < len(credits) {
+				c = credits[pools]
+				pools++
+			}
+			r.pool.put(q.Cost, c)
+		default:
+			e.put(v, r, q, now)
+		}
+	}
+}
+
+// note writes one rule's answer into the decision.
+func (d *Decision) note(r *rule, b bucket.Decision, n int64, lim, whole *bucket.Limit) {
+	if d.N < len(d.Standings) {
+		d.Standings[d.N] = Standing{r.src, whole, b.Remaining}
+		d.N++
+	}
+	if b.Allowed && b.Remaining >= d.Remaining {
+		return
+	}
+	d.Remaining, d.Burst, d.Rate = b.Remaining, lim.Burst, lim.Rate
+	if !b.Allowed {
+		d.Rule, d.Layer = r.src.Name, r.layer
+		d.RetryIn = b.RetryIn
+		switch {
+		case lim.Burst == 0 && !lim.Unlimited:
+			d.Reason = ReasonDenied
+		case n < 0 || n > lim.Burst:
+			d.Reason = ReasonCost
+		default:
+			d.Reason = ReasonLimit
+		}
+	}
+}
+
+func (e *Enforcer) takePool(v *view, r *rule, q *Request, now int64, d *Decision) (bool, credit) {
+	b, c := r.pool.take(e, now, q.Cost)
+	_, ent := v.entryFor(r, "")
+	d.note(r, b, q.Cost, &ent.limit, &ent.whole)
+	return b.Allowed, c
+}
+
+// take asks the bucket of q's key, and spends if it may.
+func (e *Enforcer) take(v *view, r *rule, q *Request, now int64, d *Decision, shadow bool) bool {
+	h, h2 := e.hash(r, q)
+	sh := &e.shards[h%shardN]
+	n := q.Cost
+	var g *segment
+	var s *slot
+	var w uint32
+	var at int
+	for {
+		g = sh.seg.Load()
+		at = g.find(h, h2)
+		if at < 0 {
+			if n == 0 { // a key that nobody spent from is full
+				_, ent := v.entryFor(r, q.Tenant)
+				b := bucket.Full(ent.limit, now)
+				bd := b.Take(ent.limit, now, 0)
+				d.note(r, bd, n, &ent.limit, &ent.whole)
+				return bd.Allowed
+			}
+			var buf [MaxKeyBytes + 64]byte
+			g, at = e.enter(sh, v, r, h, h2, q.Tenant, appendKey(buf[:0], r.dims, q), now)
+		}
+		s = &g.slots[at]
+		var ok bool
+		if w, ok = s.lock(); ok {
+			break
+		}
+		sh.mu.Lock() // until the rebuild is done
+		sh.mu.Unlock()
+	}
+	lim, whole := e.limit(v, sh, s, r, q.Tenant, now)
+	b := s.state()
+	bd := b.Take(*lim, now, n)
+	signal := false
+	if bd.Allowed {
+		if n > 0 {
+			s.set(b)
+			s.cum += uint64(n)
+			if n > math.MaxInt32-int64(max(s.taken, 0)) {
+				s.taken = math.MaxInt32
+			} else {
+				s.taken += int32(n)
+			}
+			s.min = min(s.min, s.tokens)
+			w |= touched
+			if w&hot == 0 && !lim.Unlimited {
+				unknown := v.fleet > 1 && !r.local && s.lim&shareFlag == 0
+				if unknown || int64(s.tokens)*4 <= lim.Burst {
+					w |= hot
+					sh.heat(g, at)
+					signal = unknown && int64(s.tokens)*2 <= lim.Burst
+				}
+			}
+		}
+	} else {
+		signal = s.refused == 0 && n > 0
+		s.refused = uint32(min(uint64(s.refused)+uint64(max(n, 0)), math.MaxUint32))
+		if !lim.Unlimited {
+			s.min = min(s.min, uint32(bd.Remaining))
+		}
+		w |= touched
+		if w&hot == 0 {
+			w |= hot
+			sh.heat(g, at)
+		}
+	}
+	d.note(r, bd, n, lim, whole)
+	s.word.Store(w)
+	if signal {
+		e.signal()
+	}
+	return bd.Allowed
+}
+
+// put gives back what take took for q.
+func (e *Enforcer) put(v *view, r *rule, q *Request, now int64) {
+	h, h2 := e.hash(r, q)
+	sh := &e.shards[h%shardN]
+	for {
+		g := sh.seg.Load()
+		at := g.find(h, h2)
+		if at < 0 {
+			return // evicted meanwhile, and so full
+		}
+		s := &g.slots[at]
+		w, ok := s.lock()
+		if !ok {
+			sh.mu.Lock()
+			sh.mu.Unlock()
+			continue
+		}
+		lim, _ := e.limit(v, sh, s, r, q.Tenant, now)
+		b := s.state()
+		if !lim.Unlimited {
+			b.Put(*lim, q.Cost)
+		}
+		s.set(b)
+		s.cum -= uint64(q.Cost)
+		s.taken = int32(max(int64(s.taken)-q.Cost, math.MinInt32))
+		s.word.Store(w)
+		return
+	}
+}
+
+// Hot returns a channel that is signalled when something should go out at once: a bucket's first refusal since its last report,
+// or a key that has spent half of a share that the centre did not give it.
+func (e *Enforcer) Hot() <-chan struct{} { return e.hot }
+
+func (e *Enforcer) signal() {
+	select {
+	case e.hot <- struct{}{}:
+	default:
+	}
+}

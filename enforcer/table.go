@@ -1,0 +1,354 @@
+package enforcer
+
+import (
+	"encoding/binary"
+	"math"
+	"math/bits"
+	"runtime"
+	"sync"
+	"sync/atomic"
+
+	"github.com/weirhq/weir/enforcer/bucket"
+)
+
+// The table holds the bucket of every live key. It is cut into shards by hash. A shard's segment is one array of slots, one
+// cache line each and free of pointers, so that a million of them cost the collector nothing; one byte of tag per slot, eight
+// to a word, tells which lines are worth looking at (the layout is that of Abseil's Swiss tables); and a slab holds the keys'
+// text, which only reports read. A key is recognised by 92 bits of hash under seeds that no caller knows.
+//
+// A decision takes no lock but the bit in its own slot, held for the arithmetic. New keys are entered under the shard's mutex.
+// The one operation that grows, evicts and compacts is rebuild: it moves a segment of a few thousand slots to a new one.
+
+const (
+	shardBits = 9
+	shardN    = 1 << shardBits
+	groupLen  = 8            // slots per word of tags
+	groupMax  = groupLen - 1 // a segment is rebuilt when it holds this many per group, on average
+	tagBit    = 0x80         // set in every tag: an empty slot has tag 0
+	tagLow    = 0x0101010101010101
+	tagHigh   = 0x8080808080808080
+)
+
+// The low bits of slot.word. The others are the second part of the fingerprint.
+const (
+	locked  = 1 << iota // somebody is in the slot
+	moved               // the slot's segment is being replaced: look in the next one. Never cleared
+	touched             // taken from or refused since the last report
+	hot                 // on the list of what goes out at once
+	flags   = locked | moved | touched | hot
+)
+
+// shareFlag in slot.lim says that the rest is the number of a share; otherwise it is a generation and an index.
+const (
+	shareFlag  = 1 << 31
+	genShift   = 19
+	genMask    = 1<<12 - 1
+	entryLimit = 1 << genShift
+)
+
+// slot is one bucket. fp and ref are written before the slot is published and never again; word is atomic; everything else
+// belongs to whoever has set locked in word.
+type slot struct {
+	fp       uint64
+	word     atomic.Uint32
+	lim      uint32 // the limit that tokens and rem are counted in
+	ref      uint32 // of the key in the slab
+	reported uint32 // when last, in milliseconds (modulo 2^32)
+	tokens   uint32
+	min      uint32 // fewest tokens since the last report
+	rem      uint64
+	at       int64
+	cum      uint64 // tokens taken in this incarnation
+	taken    int32  // of them, not reported yet; below 0 when a report came between a take and its return
+	refused  uint32 // tokens asked for and refused, not reported yet; stays at its maximum
+}
+
+func (s *slot) state() bucket.State {
+	return bucket.State{Tokens: int64(s.tokens), Rem: s.rem, At: s.at}
+}
+
+func (s *slot) set(b bucket.State) { s.tokens, s.rem, s.at = uint32(b.Tokens), b.Rem, b.At }
+
+// lock sets the lock bit and returns the word as it was, or false if the slot has moved. The holder unlocks by storing the word.
+func (s *slot) lock() (uint32, bool) {
+	for spin := 1; ; spin++ {
+		w := s.word.Load()
+		if w&(locked|moved) == 0 {
+			if s.word.CompareAndSwap(w, w|locked) {
+				return w, true
+			}
+			continue
+		}
+		if w&moved != 0 {
+			return w, false
+		}
+		if spin%64 == 0 { // its holder was most likely descheduled
+			runtime.Gosched()
+		}
+	}
+}
+
+type segment struct {
+	tags   []atomic.Uint64
+	slots  []slot
+	hot    []atomic.Uint64 // one bit per slot
+	groups uint64
+	n      int    // slots in use; guarded by shard.mu
+	slab   []byte // per key: incarnation, rule, length, text; guarded by shard.mu
+}
+
+func newSegment(live, slab int) *segment {
+	groups := max(1, (live*9/8+groupMax)/groupMax)
+	return &segment{
+		tags:   make([]atomic.Uint64, groups),
+		slots:  make([]slot, groups*groupLen),
+		hot:    make([]atomic.Uint64, (groups*groupLen+63)/64),
+		groups: uint64(groups),
+		slab:   make([]byte, 1, slab+slab/8+64), // no key is at 0
+	}
+}
+
+func home(h, groups uint64) uint64 {
+	g, _ := bits.Mul64(h, groups) // the top bits of h, scaled: any number of groups will do
+	return g
+}
+
+func tagOf(h uint64) uint64 { return h>>shardBits&0x7f | tagBit }
+
+// find returns the number of the slot of a key, or -1.
+func (g *segment) find(h uint64, h2 uint32) int {
+	tag := tagOf(h) * tagLow
+	for i := home(h, g.groups); ; {
+		w := g.tags[i].Load()
+		x := w ^ tag
+		for m := (x - tagLow) &^ x & tagHigh; m != 0; m &= m - 1 {
+			n := int(i)*groupLen + bits.TrailingZeros64(m)>>3
+			s := &g.slots[n]
+			if s.fp == h && (s.word.Load()^h2)&^flags == 0 {
+				return n
+			}
+		}
+		if w&tagHigh != tagHigh {
+			return -1
+		}
+		if i++; i == g.groups {
+			i = 0
+		}
+	}
+}
+
+// claim returns the number of a free slot for h, for publish after it is filled. There must be one; shard.mu is held.
+func (g *segment) claim(h uint64) int {
+	for i := home(h, g.groups); ; {
+		if free := ^g.tags[i].Load() & tagHigh; free != 0 {
+			return int(i)*groupLen + bits.TrailingZeros64(free)>>3
+		}
+		if i++; i == g.groups {
+			i = 0
+		}
+	}
+}
+
+// publish lets find see slot n. shard.mu is held.
+func (g *segment) publish(n int, h uint64) {
+	t := &g.tags[n/groupLen]
+	t.Store(t.Load() | tagOf(h)<<(n%groupLen*8))
+	g.n++
+}
+
+// key reads what the slab says of a slot. shard.mu is held.
+func (g *segment) key(s *slot) (incarnation uint32, rule int, text []byte) {
+	b := g.slab[s.ref:]
+	inc, n := binary.Uvarint(b)
+	b = b[n:]
+	r, n := binary.Uvarint(b)
+	b = b[n:]
+	size, n := binary.Uvarint(b)
+	return uint32(inc), int(r), b[n : n+int(size)]
+}
+
+// enter appends to the slab what key will read. shard.mu is held, and the slab has room (rebuild saw to that) or grows.
+func (g *segment) enter(incarnation uint32, rule int, text []byte) uint32 {
+	if need := len(g.slab) + len(text) + 3*binary.MaxVarintLen32; need > cap(g.slab) {
+		g.slab = append(make([]byte, 0, need+need/8), g.slab...) // append would double it
+	}
+	ref := len(g.slab)
+	g.slab = binary.AppendUvarint(g.slab, uint64(incarnation))
+	g.slab = binary.AppendUvarint(g.slab, uint64(rule))
+	g.slab = binary.AppendUvarint(g.slab, uint64(len(text)))
+	g.slab = append(g.slab, text...)
+	return uint32(ref)
+}
+
+// share is what the centre gave one key. It is guarded by the lock of the slot that refers to it.
+type share struct {
+	version  uint64
+	given    bucket.Limit
+	now      bucket.Limit // the limit in force, which the tokens are counted in
+	entry    *entry       // the stated limit
+	gen      uint32       // of entry
+	dropped  bool         // given was cut from another limit than entry's
+	isolated bool         // now is the share of the last known fleet because the centre is silent
+}
+
+const sharesPerChunk = 64
+
+type shard struct {
+	seg    atomic.Pointer[segment]
+	shares atomic.Pointer[[]*[sharesPerChunk]share] // grows under mu; a chunk never moves
+	hot    atomic.Bool                              // some bit of seg.hot is set
+
+	mu          sync.Mutex
+	free        []uint32 // shares that no slot refers to
+	usedShares  uint32
+	incarnation uint32 // of the keys entered now: counts the rebuilds that evicted
+	quiet       int64  // no rebuild to shrink before this instant
+	_           [24]byte
+}
+
+func (sh *shard) share(lim uint32) *share {
+	n := lim &^ shareFlag
+	return &(*sh.shares.Load())[n/sharesPerChunk][n%sharesPerChunk]
+}
+
+// newShare returns the slot.lim of an unused share. sh.mu is held.
+func (sh *shard) newShare() uint32 {
+	if k := len(sh.free); k > 0 {
+		lim := sh.free[k-1]
+		sh.free = sh.free[:k-1]
+		return lim
+	}
+	n := sh.usedShares
+	sh.usedShares++
+	if n%sharesPerChunk == 0 {
+		var chunks []*[sharesPerChunk]share
+		if p := sh.shares.Load(); p != nil {
+			chunks = *p
+		}
+		chunks = append(chunks[:len(chunks):len(chunks)], new([sharesPerChunk]share))
+		sh.shares.Store(&chunks)
+	}
+	return n | shareFlag
+}
+
+// heat puts slot n on the list of what goes out at once.
+func (sh *shard) heat(g *segment, n int) {
+	g.hot[n/64].Or(1 << (n % 64))
+	if !sh.hot.Load() {
+		sh.hot.Store(true)
+	}
+}
+
+// copies holds the slots of one segment while it is rebuilt.
+var copies = sync.Pool{New: func() any { return new([]moving) }}
+
+type moving struct {
+	slot
+	text        []byte
+	incarnation uint32
+	rule        int
+	hash2       uint32
+}
+
+// rebuild replaces the segment by one with room for more. Buckets that are full and reported are left out: they are the same
+// as no bucket. Requests for a slot that has moved wait on sh.mu, which is held; others go on.
+func (e *Enforcer) rebuild(sh *shard, now int64) (evicted int) {
+	old := sh.seg.Load()
+	buf := copies.Get().(*[]moving)
+	keep := (*buf)[:0]
+	slab := 0
+	for n := range old.slots {
+		s := &old.slots[n]
+		if s.ref == 0 {
+			continue // no key is at 0: the slot is free
+		}
+		w, _ := s.lock()
+		inc, id, text := old.key(s)
+		if e.idle(sh, s, w, id, text, now) {
+			if s.lim&shareFlag != 0 {
+				sh.free = append(sh.free, s.lim)
+			}
+			evicted++
+		} else {
+			keep = append(keep, moving{text: text, incarnation: inc, rule: id, hash2: w})
+			k := &keep[len(keep)-1]
+			k.fp, k.lim, k.reported, k.tokens, k.min = s.fp, s.lim, s.reported, s.tokens, s.min
+			k.rem, k.at, k.cum, k.taken, k.refused = s.rem, s.at, s.cum, s.taken, s.refused
+			slab += len(text) + 3
+		}
+		s.word.Store(w | moved)
+	}
+	g := newSegment(len(keep)+1, slab)
+	for i := range keep {
+		k := &keep[i]
+		n := g.claim(k.fp)
+		s := &g.slots[n]
+		s.fp, s.lim, s.reported, s.tokens, s.min = k.fp, k.lim, k.reported, k.tokens, k.min
+		s.rem, s.at, s.cum, s.taken, s.refused = k.rem, k.at, k.cum, k.taken, k.refused
+		s.ref = g.enter(k.incarnation, k.rule, k.text)
+		s.word.Store(k.hash2)
+		if k.hash2&hot != 0 {
+			sh.heat(g, n)
+		}
+		g.publish(n, k.fp)
+		k.text = nil
+	}
+	*buf = keep[:0]
+	copies.Put(buf)
+	if evicted > 0 {
+		sh.incarnation++
+	}
+	sh.seg.Store(g)
+	return evicted
+}
+
+// idle says whether a locked slot may be left out: nothing to report, and full. A bucket of a rule that is gone needs no tokens.
+func (e *Enforcer) idle(sh *shard, s *slot, w uint32, id int, text []byte, now int64) bool {
+	if w&(touched|hot) != 0 || s.taken != 0 || s.refused != 0 {
+		return false
+	}
+	v := e.view.Load()
+	r := v.byID[id]
+	if r == nil {
+		return true
+	}
+	var tenant string
+	if !v.current(s.lim) {
+		var known bool
+		if tenant, known = tenantOf(r.dims, text); !known && r.src.ByPlan {
+			return false // its next request tells whose it is
+		}
+	}
+	lim, _ := e.limit(v, sh, s, r, tenant, now)
+	return lim.Unlimited || s.state().Level(*lim, now).Tokens >= lim.Burst
+}
+
+// enter returns the segment and number of the slot for a key that find did not see, entering a full bucket if there is none.
+func (e *Enforcer) enter(sh *shard, v *view, r *rule, h uint64, h2 uint32, tenant string, text []byte, now int64) (*segment, int) {
+	sh.mu.Lock()
+	defer sh.mu.Unlock()
+	return e.enterLocked(sh, v, r, h, h2, tenant, text, now)
+}
+
+func (e *Enforcer) enterLocked(sh *shard, v *view, r *rule, h uint64, h2 uint32, tenant string, text []byte, now int64) (*segment, int) {
+	g := sh.seg.Load()
+	if n := g.find(h, h2); n >= 0 {
+		return g, n
+	}
+	if g.n >= int(g.groups)*groupMax || len(g.slab) > math.MaxUint32-1024 {
+		e.rebuild(sh, now)
+		g = sh.seg.Load()
+	}
+	n := g.claim(h)
+	s := &g.slots[n]
+	idx, ent := v.entryFor(r, tenant)
+	s.fp = h
+	s.lim = v.gen<<genShift | idx
+	s.ref = g.enter(sh.incarnation, r.id, text)
+	s.reported = uint32(now / 1e6)
+	s.set(bucket.Full(ent.limit, now))
+	s.min = s.tokens
+	s.word.Store(h2 &^ flags)
+	g.publish(n, h)
+	return g, n
+}

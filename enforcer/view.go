@@ -1,0 +1,279 @@
+package enforcer
+
+import (
+	"hash/maphash"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+
+	"github.com/weirhq/weir/enforcer/bucket"
+	"github.com/weirhq/weir/limits"
+)
+
+// entry is one stated limit and what this gateway enforces of it while it has no share of its own for a key.
+type entry struct {
+	limit bucket.Limit
+	whole bucket.Limit
+	local bool // the gateway has the whole limit to itself
+}
+
+// rule is a limits.Rule made ready for Check.
+type rule struct {
+	src    *limits.Rule
+	layer  string
+	id     int // the same for a rule of this name and key in every policy of this process
+	dims   []limits.Dimension
+	routes []string
+	local  bool
+	fixed  uint32   // index of the entry, unless the limit is by plan
+	pool   *pool    // of a rule whose key has no parts
+	alone  []string // the rule's name, for Decision.Shadow
+	salt   uint64
+	salt2  uint64
+}
+
+func (r *rule) applies(route string) bool {
+	if len(r.routes) == 0 {
+		return true
+	}
+	for _, name := range r.routes {
+		if name == route {
+			return true
+		}
+	}
+	return false
+}
+
+// view is a policy and a fleet size: what a Check needs to know beside the buckets. Only its list of entries grows.
+type view struct {
+	policy  *limits.Policy
+	fleet   int
+	gen     uint32 // modulo 1<<12
+	since   int64  // when it came into force
+	checks  []*rule
+	shadows []*rule
+	byID    []*rule // nil for a rule of an earlier policy
+	known   []*rule // the same, with the last form of rules that are gone
+	shared  bool    // some rule is kept together with other gateways
+
+	prev atomic.Pointer[view] // for the limits that slots of earlier generations are counted in
+
+	entries atomic.Pointer[[]entry] // entry 0 denies everything
+	mu      sync.Mutex
+	index   map[entryKey]uint32
+}
+
+type entryKey struct {
+	whole bucket.Limit
+	local bool
+}
+
+// identity is what makes a rule the same rule in the next policy: tokens stay with it.
+func identity(r *limits.Rule) string {
+	var b strings.Builder
+	b.WriteString(r.Name)
+	for _, d := range r.Key {
+		b.WriteByte(0)
+		b.WriteString(d.String())
+	}
+	return b.String()
+}
+
+// compile makes the view that follows prev (nil at first). e.mu is held.
+func (e *Enforcer) compile(p *limits.Policy, fleet int, prev *view, now int64) *view {
+	v := &view{policy: p, fleet: fleet, since: now, index: map[entryKey]uint32{}}
+	if prev != nil {
+		v.gen = (prev.gen + 1) & genMask
+		v.prev.Store(prev)
+		v.known = slices.Clone(prev.known)
+	}
+	v.byID = make([]*rule, len(v.known))
+	entries := make([]entry, 1, 16)
+	v.entries.Store(&entries)
+	for i := range p.Rules {
+		src := &p.Rules[i]
+		if !src.ByPlan && src.Fixed.Unlimited {
+			continue
+		}
+		name := identity(src)
+		id, ok := e.ids[name]
+		if !ok {
+			id = len(e.ids)
+			e.ids[name] = id
+			v.byID, v.known = append(v.byID, nil), append(v.known, nil)
+		}
+		r := &rule{
+			src: src, layer: src.Layer.String(), id: id, dims: src.Key, routes: src.Routes,
+			local: src.Consistency == limits.Local, alone: []string{src.Name},
+			salt: maphash.String(e.seed, "rule\x00"+name), salt2: maphash.String(e.seed2, "rule\x00"+name),
+		}
+		if !src.ByPlan {
+			r.fixed = v.intern(src.Fixed, r.local)
+		}
+		if len(r.dims) == 0 {
+			_, ent := v.entryFor(r, "")
+			if r.pool = e.pools[id]; r.pool == nil {
+				r.pool = newPool(e.cfg.Stripes, ent, now)
+				e.pools[id] = r.pool
+			}
+		}
+		v.byID[id], v.known[id] = r, r
+		v.shared = v.shared || !r.local
+		if src.Mode == limits.Shadow {
+			v.shadows = append(v.shadows, r)
+		} else {
+			v.checks = append(v.checks, r)
+		}
+	}
+	return v
+}
+
+func (v *view) intern(whole bucket.Limit, local bool) uint32 {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	k := entryKey{whole, local}
+	if i, ok := v.index[k]; ok {
+		return i
+	}
+	list := *v.entries.Load()
+	if len(list) == entryLimit {
+		return 0 // 524,287 different limits in one policy: the ones beyond are denied
+	}
+	ent := entry{limit: whole, whole: whole, local: local}
+	if !local {
+		ent.limit = whole.Part(1, uint64(v.fleet))
+	}
+	i := uint32(len(list))
+	list = append(list, ent) // readers of the shorter list do not look where this writes
+	v.entries.Store(&list)
+	v.index[k] = i
+	return i
+}
+
+// entryFor returns the entry for a key of r that belongs to tenant.
+func (v *view) entryFor(r *rule, tenant string) (uint32, *entry) {
+	i := r.fixed
+	if r.src.ByPlan {
+		whole, _ := r.src.Limit(v.policy, tenant)
+		i = v.intern(whole, r.local)
+	}
+	return i, &(*v.entries.Load())[i]
+}
+
+func (v *view) current(lim uint32) bool { return lim>>genShift == v.gen }
+
+// entryOf returns the entry that a slot of this or an earlier generation is counted in, or nil when that is forgotten.
+func (v *view) entryOf(lim uint32) *entry {
+	for u := v; u != nil; u = u.prev.Load() {
+		if u.current(lim) {
+			return &(*u.entries.Load())[lim&(entryLimit-1)]
+		}
+	}
+	return nil
+}
+
+// limit returns the limit in force for a locked slot, and the stated limit that it is a part of. It first brings the slot to
+// that limit: the tokens it holds stay, less what no longer fits. The result is good while the slot is locked.
+//
+// A bucket that nobody touched while the policy changed is refilled at its old limit to the last change, and at the new one
+// from there.
+func (e *Enforcer) limit(v *view, sh *shard, s *slot, r *rule, tenant string, now int64) (lim, whole *bucket.Limit) {
+	if v.current(s.lim) {
+		ent := &(*v.entries.Load())[s.lim&(entryLimit-1)]
+		return &ent.limit, &ent.whole
+	}
+	newest := e.view.Load() // another request may be ahead of us with the next policy
+	if s.lim&shareFlag == 0 {
+		was := v.entryOf(s.lim)
+		if was == nil && newest != v {
+			if ent := newest.entryOf(s.lim); ent != nil {
+				return &ent.limit, &ent.whole
+			}
+		}
+		idx, ent := v.entryFor(r, tenant)
+		s.resize(was, ent.limit, min(v.since, now))
+		s.lim = v.gen<<genShift | idx
+		return &ent.limit, &ent.whole
+	}
+	c := sh.share(s.lim)
+	isolated := now > e.freshUntil.Load()
+	if r = newest.byID[r.id]; r != nil && (c.gen != newest.gen || c.isolated != isolated) {
+		e.settle(newest, s, c, r, tenant, isolated, now)
+	}
+	return &c.now, &c.entry.whole
+}
+
+// settle brings a slot that has a share to the limit that the view and the centre's silence ask for.
+func (e *Enforcer) settle(v *view, s *slot, c *share, r *rule, tenant string, isolated bool, now int64) {
+	at := now
+	if isolated {
+		at = min(now, e.freshUntil.Load())
+	}
+	if c.gen != v.gen {
+		_, ent := v.entryFor(r, tenant)
+		c.dropped = c.dropped || c.entry.whole != ent.whole
+		c.entry, c.gen = ent, v.gen
+		at = min(now, v.since)
+	}
+	c.isolated = isolated
+	next := c.given
+	if isolated || c.dropped || c.entry.local {
+		next = c.entry.limit
+	}
+	if next != c.now {
+		b := s.state()
+		b.Resize(c.now, next, at)
+		s.set(b)
+		s.min = min(s.min, s.tokens)
+		c.now = next
+	}
+}
+
+// resize goes from the limit of an entry, nil if it is forgotten, to another.
+func (s *slot) resize(from *entry, to bucket.Limit, now int64) {
+	b := s.state()
+	if from != nil {
+		b.Resize(from.limit, to, now)
+	} else {
+		b.Tokens, b.Rem = min(b.Tokens, to.Burst), 0
+	}
+	s.set(b)
+	s.min = min(s.min, s.tokens)
+}
+
+// sweep brings every bucket to v, so that the limits of earlier generations may be forgotten.
+func (e *Enforcer) sweep(v *view, now int64) {
+	for i := range e.shards {
+		sh := &e.shards[i]
+		sh.mu.Lock()
+		g := sh.seg.Load()
+		for n := range g.slots {
+			s := &g.slots[n]
+			if s.ref == 0 {
+				continue
+			}
+			_, id, text := g.key(s)
+			r := v.byID[id]
+			if r == nil {
+				continue
+			}
+			tenant, known := tenantOf(r.dims, text)
+			if !known && r.src.ByPlan {
+				continue
+			}
+			w, _ := s.lock()
+			e.limit(v, sh, s, r, tenant, now)
+			s.word.Store(w)
+		}
+		sh.mu.Unlock()
+	}
+}
+
+// names joins the names of shadow rules that would have refused.
+func (r *rule) names(so []string) []string {
+	if so == nil {
+		return r.alone
+	}
+	return append(slices.Clone(so), r.src.Name)
+}
