@@ -1,0 +1,188 @@
+package aggregator
+
+import (
+	"cmp"
+	"math"
+	"math/bits"
+	"slices"
+	"strings"
+)
+
+// Limit is what all gateways together may spend of one key.
+type Limit struct {
+	RateNanos int64 // billionths of a token per second
+	Burst     int64 // tokens
+}
+
+// Demand is what one gateway asks for.
+type Demand struct {
+	Gateway   string
+	RateNanos int64 // tokens taken and refused, in billionths per second; 0 asks for nothing
+	Since     int64 // when it began to ask without a pause, in µs by the counter's clock; 0 when it asks for nothing
+}
+
+// Share is one gateway's part of a limit.
+type Share struct {
+	Gateway   string
+	RateNanos int64
+	Burst     int64
+}
+
+const (
+	// floorPart: an even share divided by this is kept for each gateway, so that one that asks for nothing can start at once.
+	// It is what the others cannot use, at most 1.6 % of a limit.
+	floorPart = 64
+
+	// debtSeconds is the time constant in which debt is repaid: 92 % in five seconds.
+	debtSeconds = 2
+	// debtFloor: the rate of a limit in debt never falls below this part of it.
+	debtFloor = 8
+)
+
+// Repaying is the limit to divide while debt (in millionths of a token) is repaid: a lower rate, never zero, and the same burst.
+func (l Limit) Repaying(debtMicros int64) Limit {
+	if debtMicros <= 0 || l.RateNanos <= 0 {
+		return l
+	}
+	floor := max(l.RateNanos/debtFloor, 1)
+	cut := saturatingMul(debtMicros, 1000/debtSeconds) // µtokens over seconds, in nanotokens per second
+	return Limit{RateNanos: max(l.RateNanos-min(cut, l.RateNanos), floor), Burst: l.Burst}
+}
+
+// Allocate divides l between gateways. Shares add up to l exactly, come sorted by gateway, and depend on nothing but the
+// arguments (not on the order of demands).
+//
+// Rate: when every demand fits with half to spare, each gateway gets one and a half times its demand and what is left lifts
+// the lowest shares to one level, which is the even split when all ask for little. When the demands just fit, they are
+// stretched to the whole limit. When they do not fit, the division is max-min fair: nobody gets more than it asks for while
+// another lacks. In all three no share falls below 1/64 of the even one.
+//
+// Burst follows the rate, at least 1 each. A burst smaller than the number of gateways goes, 1 each, to those that asked first,
+// then to gateways that ask for nothing, by name; the rest get neither burst nor rate. Nanotokens that do not divide go to the
+// hungriest gateway.
+//
+// A gateway may appear once only; a negative demand is none.
+func Allocate(l Limit, demands []Demand) []Share {
+	if len(demands) == 0 {
+		return nil
+	}
+	d := slices.Clone(demands)
+	slices.SortFunc(d, func(a, b Demand) int { return strings.Compare(a.Gateway, b.Gateway) })
+	l.RateNanos, l.Burst = max(l.RateNanos, 0), max(l.Burst, 0)
+	shares := make([]Share, len(d))
+	for i := range d {
+		d[i].RateNanos = min(max(d[i].RateNanos, 0), math.MaxInt64/2)
+		shares[i].Gateway = d[i].Gateway
+	}
+
+	// who takes part: every gateway, or as many as there are tokens of burst
+	part := make([]int, len(d)) // indexes into d and shares
+	for i := range part {
+		part[i] = i
+	}
+	if n := int(min(l.Burst, int64(len(d)))); n < len(d) && l.Burst > 0 {
+		slices.SortStableFunc(part, func(i, j int) int { return askedFirst(d[i], d[j]) })
+		part = part[:n]
+	}
+	slices.SortStableFunc(part, func(i, j int) int { return hungrier(d[i], d[j]) })
+
+	divideRate(l.RateNanos, d, part, shares)
+	divideBurst(l, part, shares)
+	return shares
+}
+
+// askedFirst orders gateways that ask before those that do not, the longest asking first.
+func askedFirst(a, b Demand) int {
+	switch {
+	case a.RateNanos > 0 && b.RateNanos > 0:
+		return cmp.Compare(a.Since, b.Since)
+	case a.RateNanos > 0:
+		return -1
+	case b.RateNanos > 0:
+		return 1
+	}
+	return 0
+}
+
+func hungrier(a, b Demand) int { return cmp.Compare(b.RateNanos, a.RateNanos) }
+
+// divideRate gives every member of part, the hungriest first, its rate.
+func divideRate(rate int64, d []Demand, part []int, shares []Share) {
+	n := int64(len(part))
+	floor := rate / (n * floorPart)
+	want := func(i int) int64 { return min(max(d[i].RateNanos, floor), rate) }
+	roomy := func(i int) int64 { return min(max(d[i].RateNanos+d[i].RateNanos/2, floor), rate) }
+
+	left := rate
+	if sum, fits := total(part, roomy, rate); fits && sum <= rate {
+		for k, i := range part { // from the top: the first that wants less than the mean of what is left sets the level
+			share := max(roomy(i), left/(n-int64(k)))
+			shares[i].RateNanos = share
+			left -= share
+		}
+	} else if sum, fits := total(part, want, rate); fits {
+		for _, i := range part {
+			shares[i].RateNanos = mulDiv(want(i), rate, sum)
+			left -= shares[i].RateNanos
+		}
+	} else {
+		for k := range part { // from the bottom: who wants less than the mean gets it
+			i := part[len(part)-1-k]
+			share := min(want(i), left/(n-int64(k)))
+			shares[i].RateNanos = share
+			left -= share
+		}
+	}
+	shares[part[0]].RateNanos += left // what did not divide
+}
+
+// total adds up f over part, or reports false when that exceeds bound.
+func total(part []int, f func(int) int64, bound int64) (sum int64, fits bool) {
+	for _, i := range part {
+		v := f(i)
+		if v > bound-sum {
+			return 0, false
+		}
+		sum += v
+	}
+	return sum, true
+}
+
+// divideBurst gives every member of part, the hungriest first, 1 and its part of the rest.
+func divideBurst(l Limit, part []int, shares []Share) {
+	base := int64(0)
+	if l.Burst >= int64(len(part)) {
+		base = 1
+	}
+	rest := l.Burst - base*int64(len(part))
+	left := rest
+	for _, i := range part {
+		share := rest / int64(len(part))
+		if l.RateNanos > 0 {
+			share = mulDiv(rest, shares[i].RateNanos, l.RateNanos)
+		}
+		shares[i].Burst = base + share
+		left -= share
+	}
+	for k := range left { // fewer than len(part)
+		shares[part[k]].Burst++
+	}
+}
+
+// mulDiv is floor(a·b/c) for 0 <= a, b; it must not exceed a or b, and c > 0. A zero c gives 0.
+func mulDiv(a, b, c int64) int64 {
+	if c <= 0 {
+		return 0
+	}
+	hi, lo := bits.Mul64(uint64(a), uint64(b))
+	q, _ := bits.Div64(hi, lo, uint64(c))
+	return int64(q)
+}
+
+func saturatingMul(a, b int64) int64 {
+	hi, lo := bits.Mul64(uint64(a), uint64(b))
+	if hi > 0 || lo > math.MaxInt64 {
+		return math.MaxInt64
+	}
+	return int64(lo)
+}

@@ -1,0 +1,172 @@
+package aggregator
+
+import (
+	"context"
+	"math"
+	"time"
+
+	"github.com/weirhq/weir/schemas"
+)
+
+// Counter holds the global bucket of every key. Shared time is its own clock, never the caller's. It may be used from any
+// goroutine and by several aggregators at once.
+type Counter interface {
+	// Fold applies each fold to its key, atomically per key, and returns the states afterwards, in the same order. Folding the
+	// same thing again changes nothing but versions. After an error some folds may have been applied: fold all of them again.
+	Fold(ctx context.Context, folds []Fold) ([]KeyState, error)
+
+	// Mark makes keys live for a minute: gateways hold shares of them that a gateway without a share would not guess.
+	Mark(ctx context.Context, keys []Key) error
+
+	// Live returns the states of all live keys, at most some hundred thousand. A key that was forgotten is left out.
+	Live(ctx context.Context) ([]KeyState, error)
+}
+
+// Key names a bucket. Any bytes may stand in it.
+type Key struct{ Rule, Key string }
+
+// Fold is all that one batch says about one key. Without uses it only lets time pass.
+type Fold struct {
+	Key   Key
+	Limit Limit // in force from now on
+	Uses  []Use
+}
+
+// Use is what one incarnation of one gateway's bucket used, merged over a batch.
+type Use struct {
+	Gateway     string
+	Boot        string
+	Incarnation uint32
+	Seq         uint64        // of the newest report whose demand counts; 0 leaves the gateway's demand as it is
+	Cum         uint64        // tokens taken in this incarnation
+	From        uint64        // Cum before the first of these reports: an incarnation that the counter does not know is charged from here
+	Settled     uint64        // Cum of reports that are too old to charge: they are counted in the total only
+	DemandNanos int64         // tokens taken and refused, in billionths per second
+	Window      time.Duration // the time that the newest report looks back on: its demand holds for as long
+	Enforced    Limit         // what the gateway enforced, by its newest report; not for the counter
+
+	asked uint64
+	span  time.Duration
+}
+
+// KeyState is a key's global bucket.
+type KeyState struct {
+	Key         Key
+	Limit       Limit
+	LevelMicros int64    // millionths of a token, negative in debt
+	Version     uint64   // grows with every fold, also over a loss of the counter's memory
+	At          int64    // µs by the counter's clock
+	Demands     []Demand // of every gateway that asked lately, in no order
+	Lost        bool     // part of the state was missing or unreadable and has been made good
+}
+
+// Bounds of what the centre computes with. A larger limit is divided exactly, but its debt is not followed.
+const (
+	MaxBurst     = 2_000_000_000                 // tokens
+	MaxRateNanos = 1_000_000_000 * 1_000_000_000 // a billion tokens per second
+)
+
+// Timing of demand.
+const (
+	demandHalfLife = time.Second
+	demandForgets  = 10 * demandHalfLife    // after this it is none
+	demandHoldMax  = 10 * time.Second       // a report holds for its window, at most this
+	demandSpanMin  = 100 * time.Millisecond // a shorter window says nothing of a rate
+	demandSpanNone = time.Second            // for a report that does not tell its window
+)
+
+// merge gathers all that a batch says of each key, in the order of first mention. Reports that arrived before late are counted
+// but not charged: what they spent has been refilled since.
+func merge(items []schemas.Delivered[*schemas.Report], late time.Time) []Fold {
+	type reportID struct {
+		gateway, boot string
+		seq           uint64
+	}
+	var folds []Fold
+	seen := make(map[reportID]bool, len(items))
+	index := make(map[Key]int)
+	for _, item := range items {
+		r := item.Value
+		id := reportID{r.Gateway, r.Boot, r.Seq}
+		if seen[id] {
+			continue
+		}
+		seen[id] = true
+		for j := range r.Tokens {
+			t := &r.Tokens[j]
+			if !shared(t) {
+				continue
+			}
+			key := Key{t.Rule, t.Key}
+			at, ok := index[key]
+			if !ok {
+				at = len(folds)
+				index[key] = at
+				folds = append(folds, Fold{Key: key})
+			}
+			folds[at].add(r, t, item.Arrived.Before(late))
+		}
+	}
+	for i := range folds {
+		for j := range folds[i].Uses {
+			folds[i].Uses[j].finish()
+		}
+	}
+	return folds
+}
+
+// shared says whether t is of a bucket whose limit gateways share: enforced, limited, and not the guard, which protects one
+// gateway each.
+func shared(t *schemas.Tokens) bool {
+	return (t.Mode == "" || t.Mode == "enforce") && t.Layer != "guard" && t.LimitRateNanos > 0 && t.LimitBurst > 0
+}
+
+func (f *Fold) add(r *schemas.Report, t *schemas.Tokens, late bool) {
+	f.Limit = Limit{t.LimitRateNanos, t.LimitBurst}
+	var u *Use
+	for i := range f.Uses {
+		if v := &f.Uses[i]; v.Gateway == r.Gateway && v.Boot == r.Boot && v.Incarnation == t.Incarnation {
+			u = v
+			break
+		}
+	}
+	before := t.Cum - min(t.Taken, t.Cum)
+	if u == nil {
+		f.Uses = append(f.Uses, Use{Gateway: r.Gateway, Boot: r.Boot, Incarnation: t.Incarnation, From: before})
+		u = &f.Uses[len(f.Uses)-1]
+	}
+	u.Cum = max(u.Cum, t.Cum)
+	u.From = min(u.From, before)
+	if late {
+		u.Settled = max(u.Settled, t.Cum)
+		return
+	}
+	u.asked += t.Taken + t.Refused
+	if t.Window > 0 {
+		u.span += t.Window
+	} else {
+		u.span += demandSpanNone
+	}
+	if r.Seq >= u.Seq {
+		u.Seq, u.Window, u.Enforced = r.Seq, min(t.Window, demandHoldMax), Limit{t.RateNanos, t.Capacity}
+	}
+}
+
+func (u *Use) finish() {
+	u.From = max(u.From, u.Settled)
+	if u.asked > 0 {
+		rate := float64(u.asked) / max(u.span, demandSpanMin).Seconds() * 1e9
+		u.DemandNanos = int64(min(max(rate, 1), MaxRateNanos))
+	}
+}
+
+// Fade is a demand, in any unit, that ceased µs ago: it halves every second and is none after ten. Before it ceases it holds.
+func Fade(demand, micros int64) int64 {
+	switch {
+	case micros <= 0:
+		return demand
+	case micros > demandForgets.Microseconds():
+		return 0
+	}
+	return int64(float64(demand) * math.Pow(0.5, float64(micros)/float64(demandHalfLife.Microseconds())))
+}

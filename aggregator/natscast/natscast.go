@@ -1,0 +1,235 @@
+// Package natscast is the aggregator's line to the gateways over core NATS: throttle updates go out; heartbeats, requests for
+// snapshots and for the time come in.
+package natscast
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"sync"
+	"time"
+
+	"github.com/nats-io/nats.go"
+	"github.com/prometheus/client_golang/prometheus"
+
+	"github.com/weirhq/weir/aggregator"
+	"github.com/weirhq/weir/schemas"
+)
+
+const (
+	// maxBytes bounds one update on the wire. A larger one goes out in parts.
+	maxBytes = 256 << 10
+	// shareBytes is what the numbers, tags and lengths of one share take at most, beside its rule, key and reason.
+	shareBytes = 80
+	// queue is the group of aggregators of which one answers a request.
+	queue = "weir-aggregator"
+	// snapshotTimeout bounds the work on one request. The gateway asks again.
+	snapshotTimeout = 5 * time.Second
+)
+
+// Caster publishes throttle updates. It may be used from any goroutine.
+type Caster struct{ nc *nats.Conn }
+
+var _ aggregator.Caster = (*Caster)(nil)
+
+// New returns a caster over nc.
+func New(nc *nats.Conn) *Caster { return &Caster{nc: nc} }
+
+// Cast publishes u, in parts when it is large. While the connection is down it is an error at once: shares that are sent late are
+// of no use.
+func (c *Caster) Cast(_ context.Context, gateway string, u *schemas.ThrottleUpdate) error {
+	if err := schemas.ValidName(gateway); err != nil {
+		return fmt.Errorf("cast: %w", err)
+	}
+	if !c.nc.IsConnected() {
+		return fmt.Errorf("cast to %s: %w", gateway, nats.ErrConnectionReconnecting)
+	}
+	for _, part := range split(u) {
+		b, err := schemas.EncodeThrottleUpdate(part)
+		if err != nil {
+			return fmt.Errorf("cast to %s: %w", gateway, err)
+		}
+		if err := c.nc.Publish(schemas.ThrottlePrefix+gateway, b); err != nil {
+			return fmt.Errorf("cast to %s: %w", gateway, err)
+		}
+	}
+	return nil
+}
+
+// split cuts u into updates below maxBytes; only the first is a snapshot if u is.
+func split(u *schemas.ThrottleUpdate) []*schemas.ThrottleUpdate {
+	var parts []*schemas.ThrottleUpdate
+	first, size := 0, 0
+	for i := range u.Shares {
+		s := &u.Shares[i]
+		n := shareBytes + len(s.Rule) + len(s.Key) + len(s.Reason)
+		if size+n > maxBytes {
+			parts = append(parts, &schemas.ThrottleUpdate{Gateways: u.Gateways, TTL: u.TTL, Snapshot: u.Snapshot && first == 0, Shares: u.Shares[first:i]})
+			first, size = i, 0
+		}
+		size += n
+	}
+	return append(parts, &schemas.ThrottleUpdate{Gateways: u.Gateways, TTL: u.TTL, Snapshot: u.Snapshot && first == 0, Shares: u.Shares[first:]})
+}
+
+// Centre answers gateways. It is satisfied by aggregator.Aggregator.
+type Centre interface {
+	Heartbeat(h *schemas.Heartbeat, arrived time.Time)
+	Snapshot(ctx context.Context, gateway string) (*schemas.ThrottleUpdate, error)
+}
+
+// Metrics is what the server counts.
+type Metrics struct {
+	Bad       *prometheus.CounterVec // messages that could not be read, by reason: subject, malformed or reply
+	Snapshots *prometheus.CounterVec // by result: ok or failed
+}
+
+// NewMetrics makes and registers the metrics.
+func NewMetrics(reg prometheus.Registerer) *Metrics {
+	m := &Metrics{
+		Bad: prometheus.NewCounterVec(prometheus.CounterOpts{Name: "weir_aggregator_bad_messages_total",
+			Help: "Messages from gateways that could not be read."}, []string{"reason"}),
+		Snapshots: prometheus.NewCounterVec(prometheus.CounterOpts{Name: "weir_aggregator_snapshots_total",
+			Help: "Requests for snapshots."}, []string{"result"}),
+	}
+	reg.MustRegister(m.Bad, m.Snapshots)
+	return m
+}
+
+// Server hears gateways and answers them. Every aggregator hears every heartbeat; one of them answers a request.
+type Server struct {
+	nc     *nats.Conn
+	centre Centre
+	log    *slog.Logger
+	m      *Metrics
+
+	mu   sync.Mutex      // guards told
+	told map[string]bool // reasons that were logged
+}
+
+// NewServer returns a server; m may be nil. It starts nothing.
+func NewServer(nc *nats.Conn, centre Centre, log *slog.Logger, m *Metrics) *Server {
+	if m == nil {
+		m = NewMetrics(prometheus.NewRegistry())
+	}
+	return &Server{nc: nc, centre: centre, log: log, m: m, told: make(map[string]bool)}
+}
+
+// Run serves until ctx is done, over every reconnect.
+func (s *Server) Run(ctx context.Context) (err error) {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	for _, sub := range []struct {
+		subject, queue string
+		handle         func(context.Context, *nats.Msg)
+	}{
+		{schemas.HeartbeatPrefix + "*", "", s.heartbeat},
+		{schemas.SnapshotPrefix + "*", queue, s.snapshot},
+		{schemas.ClockSubject, queue, s.clock},
+	} {
+		var running sync.WaitGroup // in the handler: Unsubscribe does not wait for it
+		n, err := s.nc.QueueSubscribe(sub.subject, sub.queue, func(msg *nats.Msg) {
+			running.Add(1)
+			defer running.Done()
+			sub.handle(ctx, msg)
+		})
+		if err != nil {
+			return fmt.Errorf("subscribe to %s: %w", sub.subject, err)
+		}
+		defer func() {
+			if e := n.Unsubscribe(); e != nil && !errors.Is(e, nats.ErrConnectionClosed) {
+				err = errors.Join(err, fmt.Errorf("unsubscribe from %s: %w", sub.subject, e))
+			}
+			running.Wait()
+		}()
+	}
+	<-ctx.Done()
+	return nil
+}
+
+func (s *Server) heartbeat(_ context.Context, msg *nats.Msg) {
+	arrived := time.Now()
+	if _, err := schemas.Gateway(schemas.HeartbeatPrefix, msg.Subject); err != nil {
+		s.bad("subject", err)
+		return
+	}
+	h, err := schemas.DecodeHeartbeat(msg.Subject, msg.Data)
+	if err != nil {
+		s.bad("malformed", err)
+		return
+	}
+	s.centre.Heartbeat(h, arrived)
+}
+
+// snapshot answers with the first part of the snapshot; a gateway hears the other parts as updates. A request that cannot be
+// answered is left alone, and comes again.
+func (s *Server) snapshot(ctx context.Context, msg *nats.Msg) {
+	gateway, err := schemas.Gateway(schemas.SnapshotPrefix, msg.Subject)
+	if err != nil {
+		s.bad("subject", err)
+		return
+	}
+	if msg.Reply == "" {
+		s.bad("reply", fmt.Errorf("request for a snapshot of %s names no reply subject", gateway))
+		return
+	}
+	ctx, cancel := context.WithTimeout(ctx, snapshotTimeout)
+	defer cancel()
+	if err := s.answer(ctx, gateway, msg.Reply); err != nil {
+		s.m.Snapshots.WithLabelValues("failed").Inc()
+		s.log.Debug("snapshot not answered", "gateway", gateway, "err", err)
+		return
+	}
+	s.m.Snapshots.WithLabelValues("ok").Inc()
+}
+
+func (s *Server) answer(ctx context.Context, gateway, reply string) error {
+	u, err := s.centre.Snapshot(ctx, gateway)
+	if err != nil {
+		return err
+	}
+	for _, part := range split(u) {
+		b, err := schemas.EncodeThrottleUpdate(part)
+		if err != nil {
+			return err
+		}
+		subject := reply
+		if !part.Snapshot {
+			subject = schemas.ThrottlePrefix + gateway
+		}
+		if err := s.nc.Publish(subject, b); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// clock answers with the time of receipt and the time of sending. Both come from one reading of the wall clock, so that a step
+// of it between them does no harm.
+func (s *Server) clock(_ context.Context, msg *nats.Msg) {
+	received := time.Now()
+	if msg.Reply == "" {
+		s.bad("reply", errors.New("request for the time names no reply subject"))
+		return
+	}
+	b, err := schemas.EncodeClockReply(schemas.ClockReply{Received: received, Sent: received.Add(time.Since(received))})
+	if err == nil {
+		err = msg.Respond(b)
+	}
+	if err != nil {
+		s.log.Debug("time not told", "err", err)
+	}
+}
+
+// bad counts a message that cannot be read, and logs the first of its kind.
+func (s *Server) bad(reason string, err error) {
+	s.m.Bad.WithLabelValues(reason).Inc()
+	s.mu.Lock()
+	first := !s.told[reason]
+	s.told[reason] = true
+	s.mu.Unlock()
+	if first {
+		s.log.Warn("message ignored; more of its kind are only counted", "reason", reason, "err", err)
+	}
+}

@@ -1,0 +1,384 @@
+// Package redis keeps the global bucket of every key in Redis: throttling state that can be rebuilt, never the ledger.
+package redis
+
+import (
+	"context"
+	"crypto/sha1"
+	_ "embed"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"net/url"
+	"strconv"
+	"strings"
+	"sync/atomic"
+	"time"
+
+	"github.com/redis/go-redis/v9"
+
+	"github.com/weirhq/weir/aggregator"
+)
+
+// Config says where Redis is. URL is required; another zero field means its default.
+type Config struct {
+	URL       string        // redis://user:password@host:port/db or rediss://…; never shown in an error
+	Cluster   bool          // URL names a node of a Redis Cluster: one key per script call
+	Namespace string        // prefix of every key ("weir")
+	Dial      time.Duration // for a connection (250ms)
+	Timeout   time.Duration // for a reply (100ms); what was sent before may have been applied, and is safe to send again
+	Pipeline  int           // keys in one round trip (1000)
+	MaxLive   int           // keys in the index of live ones (200,000)
+}
+
+// ErrUnreachable is wrapped by errors of a Redis that cannot be used at all: no connection, or a wrong user or password.
+var ErrUnreachable = errors.New("redis is unreachable")
+
+const (
+	perCall  = 50          // keys in one script call outside a cluster: it holds Redis up for about 0.2 ms
+	liveFor  = time.Minute // a mark in the index of live keys holds this long
+	argsHead = 3           // arguments of a fold
+	argsUse  = 10          // arguments of a use
+)
+
+//go:embed lua/fold.lua
+var foldSource string
+
+var foldSHA = func() string {
+	sum := sha1.Sum([]byte(foldSource))
+	return hex.EncodeToString(sum[:])
+}()
+
+// Counter is an aggregator.Counter over Redis.
+type Counter struct {
+	cfg  Config
+	rdb  redis.UniversalClient
+	addr string
+	at   atomic.Int64 // µs of Redis' clock, the latest seen
+}
+
+var _ aggregator.Counter = (*Counter)(nil)
+
+// New returns a counter. It touches no network.
+func New(cfg Config) (*Counter, error) {
+	for _, d := range []struct{ field, value *time.Duration }{
+		{&cfg.Dial, ptr(250 * time.Millisecond)}, {&cfg.Timeout, ptr(100 * time.Millisecond)},
+	} {
+		if *d.field == 0 {
+			*d.field = *d.value
+		}
+	}
+	if cfg.Namespace == "" {
+		cfg.Namespace = "weir"
+	}
+	if strings.ContainsAny(cfg.Namespace, "{}") {
+		return nil, fmt.Errorf("redis namespace %q: braces would become the hash tag", cfg.Namespace)
+	}
+	if cfg.Pipeline == 0 {
+		cfg.Pipeline = 1000
+	}
+	if cfg.MaxLive == 0 {
+		cfg.MaxLive = 200_000
+	}
+	o, err := redis.ParseURL(cfg.URL)
+	if err != nil {
+		return nil, fmt.Errorf("redis URL: %w", withoutURL(err))
+	}
+	// A retry by the client would run a script again after a lost reply. Ours bear that, but whoever retries should know it does.
+	u := &redis.UniversalOptions{Addrs: []string{o.Addr}, DB: o.DB, Username: o.Username, Password: o.Password, TLSConfig: o.TLSConfig,
+		MaxRetries: -1, DialTimeout: cfg.Dial, ReadTimeout: cfg.Timeout, WriteTimeout: cfg.Timeout, ContextTimeoutEnabled: true,
+		DialerRetries: 1, PoolTimeout: time.Second, IsClusterMode: cfg.Cluster, DisableIdentity: true}
+	if cfg.Cluster {
+		u.MaxRedirects = 3
+	}
+	return &Counter{cfg: cfg, rdb: redis.NewUniversalClient(u), addr: o.Addr}, nil
+}
+
+func ptr[T any](v T) *T { return &v }
+
+// withoutURL drops the URL, and the password in it, from an error of parsing it.
+func withoutURL(err error) error {
+	if e, ok := errors.AsType[*url.Error](err); ok {
+		return e.Err
+	}
+	return err
+}
+
+// Close closes the connections.
+func (c *Counter) Close() error { return c.rdb.Close() }
+
+// Check asks Redis whether it can be used, and returns remarks on settings that would hurt. An error wraps ErrUnreachable.
+func (c *Counter) Check(ctx context.Context) (remarks []string, err error) {
+	if err := c.rdb.Ping(ctx).Err(); err != nil {
+		return nil, c.failed(err)
+	}
+	settings, err := c.rdb.ConfigGet(ctx, "maxmemory-policy").Result()
+	if err != nil {
+		return []string{"redis: maxmemory-policy cannot be read (" + err.Error() + "); it must be noeviction"}, nil
+	}
+	if policy := settings["maxmemory-policy"]; policy != "noeviction" {
+		remarks = append(remarks, "redis: maxmemory-policy is "+policy+": keys may be evicted, and an evicted bucket is a full one; set it to noeviction")
+	}
+	return remarks, nil
+}
+
+// failed tells an unusable Redis from one that refused something.
+func (c *Counter) failed(err error) error {
+	_, isReply := errors.AsType[redis.Error](err)
+	switch text := err.Error(); {
+	case strings.HasPrefix(text, "NOAUTH"), strings.HasPrefix(text, "WRONGPASS"), strings.Contains(text, "invalid username-password pair"),
+		strings.HasPrefix(text, "ERR AUTH"):
+		return fmt.Errorf("redis %s: %w: wrong or missing password", c.addr, ErrUnreachable)
+	case !isReply:
+		return fmt.Errorf("redis %s: %w: %w", c.addr, ErrUnreachable, err)
+	}
+	return fmt.Errorf("redis %s: %w", c.addr, err)
+}
+
+// tag names a key's bucket in Redis: any bytes, no braces, and no way for a key of one rule to look like one of another.
+func tag(k aggregator.Key) string { return url.QueryEscape(k.Rule) + ":" + url.QueryEscape(k.Key) }
+
+func untag(s string) (aggregator.Key, error) {
+	rule, key, ok := strings.Cut(s, ":")
+	if !ok {
+		return aggregator.Key{}, fmt.Errorf("index of live keys: %q has no rule", s)
+	}
+	r, err1 := url.QueryUnescape(rule)
+	k, err2 := url.QueryUnescape(key)
+	return aggregator.Key{Rule: r, Key: k}, errors.Join(err1, err2)
+}
+
+// Name is the name of a key's hash, with one hash tag.
+func (c *Counter) Name(k aggregator.Key) string { return c.cfg.Namespace + ":{" + tag(k) + "}" }
+
+func (c *Counter) index() string { return c.cfg.Namespace + ":live" }
+
+// Fold is aggregator.Counter. Folds of one key in one call are applied in order.
+func (c *Counter) Fold(ctx context.Context, folds []aggregator.Fold) ([]aggregator.KeyState, error) {
+	states := make([]aggregator.KeyState, len(folds))
+	for lo := 0; lo < len(folds); lo += c.cfg.Pipeline {
+		hi := min(lo+c.cfg.Pipeline, len(folds))
+		if err := c.pipeline(ctx, folds[lo:hi], states[lo:hi]); err != nil {
+			return nil, err
+		}
+	}
+	return states, nil
+}
+
+// call is one run of the script over some folds.
+type call struct {
+	folds  []aggregator.Fold
+	states []aggregator.KeyState
+	args   []any // numkeys, keys and arguments
+}
+
+// pipeline folds in one round trip. The script's cache may be empty at any time, even between two commands: the first command
+// brings the text, and what fails for want of it (only that) is sent again.
+func (c *Counter) pipeline(ctx context.Context, folds []aggregator.Fold, states []aggregator.KeyState) error {
+	size := perCall
+	if c.cfg.Cluster {
+		size = 1
+	}
+	calls := make([]call, 0, len(folds)/size+1)
+	for lo := 0; lo < len(folds); lo += size {
+		hi := min(lo+size, len(folds))
+		calls = append(calls, call{folds[lo:hi], states[lo:hi], c.args(folds[lo:hi])})
+	}
+	for try := 0; len(calls) > 0; try++ {
+		cmds := make([]redis.Cmder, len(calls))
+		pipe := c.rdb.Pipeline()
+		for i := range calls {
+			args := calls[i].args
+			args[0], args[1] = "evalsha", foldSHA
+			if i == 0 || try > 0 {
+				args[0], args[1] = "eval", foldSource
+			}
+			cmd := redis.NewSliceCmd(ctx, args...)
+			cmd.SetFirstKeyPos(3)
+			cmds[i] = cmd
+			_ = pipe.Process(ctx, cmd) // queues
+		}
+		_, _ = pipe.Exec(ctx) // each command has its own error
+		var again []call
+		for i, cmd := range cmds {
+			switch err := cmd.Err(); {
+			case err == nil:
+				if err := c.read(&calls[i], cmd.(*redis.SliceCmd).Val()); err != nil {
+					return fmt.Errorf("fold: %w", err)
+				}
+			case try == 0 && strings.HasPrefix(err.Error(), "NOSCRIPT"):
+				again = append(again, calls[i])
+			default:
+				return fmt.Errorf("fold: %w", c.failed(err))
+			}
+		}
+		calls = again
+	}
+	return nil
+}
+
+// args are the arguments of one script call, from the command's name on.
+func (c *Counter) args(folds []aggregator.Fold) []any {
+	n := 3 + len(folds)*(1+argsHead)
+	for i := range folds {
+		n += len(folds[i].Uses) * argsUse
+	}
+	args := make([]any, 3, n)
+	args[2] = len(folds)
+	for i := range folds {
+		args = append(args, c.Name(folds[i].Key))
+	}
+	for i := range folds {
+		f := &folds[i]
+		rate, burst := "", ""
+		if f.Limit != (aggregator.Limit{}) {
+			rate = strconv.FormatInt(min(max(f.Limit.RateNanos, 1), aggregator.MaxRateNanos), 10)
+			burst = strconv.FormatInt(min(max(f.Limit.Burst, 0), aggregator.MaxBurst), 10)
+		}
+		args = append(args, rate, burst, len(f.Uses))
+		for j := range f.Uses {
+			u := &f.Uses[j]
+			inc := strconv.FormatUint(uint64(u.Incarnation), 10)
+			demand := u.DemandNanos / 1000
+			if u.DemandNanos > 0 {
+				demand = max(demand, 1)
+			}
+			args = append(args, "c:"+u.Gateway+":"+u.Boot+":"+inc, "d:"+u.Gateway, u.Boot, inc, u.Seq, u.Cum, u.From, u.Settled,
+				demand, u.Window.Microseconds())
+		}
+	}
+	return args
+}
+
+// read fills a call's states from the script's result.
+func (c *Counter) read(to *call, result []any) error {
+	if len(result) != len(to.folds)+1 {
+		return fmt.Errorf("script returned %d states, want %d", len(result)-1, len(to.folds))
+	}
+	now, ok := result[0].(int64)
+	if !ok {
+		return fmt.Errorf("script returned %T as its time", result[0])
+	}
+	c.at.Store(now)
+	for i := range to.folds {
+		s := &to.states[i]
+		s.Key, s.Limit, s.At = to.folds[i].Key, to.folds[i].Limit, now
+		if result[i+1] == nil {
+			continue // not there: version 0
+		}
+		if err := decode(s, result[i+1]); err != nil {
+			return fmt.Errorf("state of %s %q: %w", s.Key.Rule, s.Key.Key, err)
+		}
+	}
+	return nil
+}
+
+// decode reads one state; s.At is known.
+func decode(s *aggregator.KeyState, v any) error {
+	state, ok := v.([]any)
+	if !ok || len(state) < 5 {
+		return fmt.Errorf("script returned %T", v)
+	}
+	level, ok1 := state[0].(int64)
+	version, ok2 := state[1].(int64)
+	rate, ok3 := state[3].(string)
+	burst, ok4 := state[4].(string)
+	if !ok1 || !ok2 || !ok3 || !ok4 {
+		return fmt.Errorf("script returned %v", state[:5])
+	}
+	s.LevelMicros, s.Version, s.Lost = level, uint64(version), state[2] == int64(1)
+	if s.Limit == (aggregator.Limit{}) {
+		r, err1 := strconv.ParseInt(rate, 10, 64)
+		b, err2 := strconv.ParseInt(burst, 10, 64)
+		if err := errors.Join(err1, err2); err != nil {
+			return err
+		}
+		s.Limit = aggregator.Limit{RateNanos: r, Burst: b}
+	}
+	for i := 5; i+1 < len(state); i += 2 {
+		field, _ := state[i].(string)
+		value, _ := state[i+1].(string)
+		if d, ok := demand(field, value, s.At); ok {
+			s.Demands = append(s.Demands, d)
+		}
+	}
+	return nil
+}
+
+// demand reads "demand until since …" as it is at now; one that has faded, or cannot be read, is none.
+func demand(field, value string, now int64) (aggregator.Demand, bool) {
+	var n [3]int64 // demand, until, since
+	rest := value
+	for i := range n {
+		word, tail, _ := strings.Cut(rest, " ")
+		v, err := strconv.ParseInt(word, 10, 64)
+		if err != nil {
+			return aggregator.Demand{}, false
+		}
+		n[i], rest = v, tail
+	}
+	rate := aggregator.Fade(n[0], now-n[1])
+	if rate <= 0 {
+		return aggregator.Demand{}, false
+	}
+	return aggregator.Demand{Gateway: strings.TrimPrefix(field, "d:"), RateNanos: min(rate, aggregator.MaxRateNanos/1000) * 1000, Since: n[2]}, true
+}
+
+// Mark is aggregator.Counter.
+func (c *Counter) Mark(ctx context.Context, keys []aggregator.Key) error {
+	now := c.at.Load() / 1000
+	if now == 0 || len(keys) == 0 {
+		return nil // nothing was ever folded
+	}
+	pipe := c.rdb.Pipeline()
+	until := float64(now + liveFor.Milliseconds())
+	for lo := 0; lo < len(keys); lo += c.cfg.Pipeline {
+		part := keys[lo:min(lo+c.cfg.Pipeline, len(keys))]
+		members := make([]redis.Z, len(part))
+		for i, k := range part {
+			members[i] = redis.Z{Score: until, Member: tag(k)}
+		}
+		pipe.ZAdd(ctx, c.index(), members...)
+	}
+	pipe.ZRemRangeByScore(ctx, c.index(), "-inf", strconv.FormatInt(now, 10))
+	pipe.PExpire(ctx, c.index(), 2*liveFor)
+	if _, err := pipe.Exec(ctx); err != nil {
+		return fmt.Errorf("mark %d live keys: %w", len(keys), c.failed(err))
+	}
+	return nil
+}
+
+// Live is aggregator.Counter.
+func (c *Counter) Live(ctx context.Context) ([]aggregator.KeyState, error) {
+	tags, err := c.rdb.ZRevRange(ctx, c.index(), 0, int64(c.cfg.MaxLive)-1).Result()
+	if err != nil {
+		return nil, fmt.Errorf("read live keys: %w", c.failed(err))
+	}
+	folds := make([]aggregator.Fold, 0, len(tags))
+	for _, t := range tags {
+		key, err := untag(t)
+		if err != nil {
+			continue // not ours
+		}
+		folds = append(folds, aggregator.Fold{Key: key})
+	}
+	states, err := c.Fold(ctx, folds)
+	if err != nil {
+		return nil, fmt.Errorf("read live keys: %w", err)
+	}
+	there := states[:0]
+	for _, s := range states {
+		if s.Version > 0 {
+			there = append(there, s)
+		}
+	}
+	return there, nil
+}
+
+// Total is the number of tokens that all gateways have reported for a key while its bucket was remembered.
+func (c *Counter) Total(ctx context.Context, k aggregator.Key) (int64, error) {
+	n, err := c.rdb.HGet(ctx, c.Name(k), "n").Int64()
+	if err != nil && !errors.Is(err, redis.Nil) {
+		return 0, fmt.Errorf("read total of %s %q: %w", k.Rule, k.Key, c.failed(err))
+	}
+	return n, nil
+}
