@@ -1,0 +1,429 @@
+// Package ingest gathers what a gateway decided into usage reports and sees to it that each is stored exactly once.
+package ingest
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"math/rand/v2"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+
+	"github.com/weirhq/weir/schemas"
+)
+
+// Config says how usage gathers into reports. A zero field means its default.
+type Config struct {
+	HotEvery       time.Duration // hot buckets are reported this often (100ms)
+	HotMin         time.Duration // and at once when one asks for it, but no sooner than this after the last time (10ms)
+	UsageEvery     time.Duration // requests are reported this often (1s)
+	AllEvery       time.Duration // all touched buckets are reported this often (2s)
+	MaxEntries     int           // of one report (500)
+	MaxBytes       int           // of one encoded report, and below the server's max_payload (512 KiB)
+	MaxReports     int           // sealed and not yet stored; past it counts merge in memory (64)
+	MaxRejections  int           // samples in each UsageEvery (20)
+	PublishTimeout time.Duration // of one attempt (2s)
+	RetryMin       time.Duration // wait after a failed attempt, doubling (50ms)
+	RetryMax       time.Duration // up to this (2s)
+	DrainTimeout   time.Duration // for what is left when Run is told to stop (8s)
+	LogEvery       time.Duration // while publishing fails it is told once, then summarised this often (1m)
+
+	PolicyVersion func() uint64 // in force now, stamped on every report (0)
+	Clock         func() int64  // the buckets' clock, in nanoseconds, handed to Collect (time since New)
+}
+
+func (c Config) withDefaults() Config {
+	def := func(d *time.Duration, v time.Duration) {
+		if *d == 0 {
+			*d = v
+		}
+	}
+	num := func(n *int, v int) {
+		if *n == 0 {
+			*n = v
+		}
+	}
+	def(&c.HotEvery, 100*time.Millisecond)
+	def(&c.HotMin, 10*time.Millisecond)
+	def(&c.UsageEvery, time.Second)
+	def(&c.AllEvery, 2*time.Second)
+	num(&c.MaxEntries, 500)
+	num(&c.MaxBytes, 512<<10)
+	num(&c.MaxReports, 64)
+	num(&c.MaxRejections, 20)
+	def(&c.PublishTimeout, 2*time.Second)
+	def(&c.RetryMin, 50*time.Millisecond)
+	def(&c.RetryMax, 2*time.Second)
+	def(&c.DrainTimeout, 8*time.Second)
+	def(&c.LogEvery, time.Minute)
+	if c.PolicyVersion == nil {
+		c.PolicyVersion = func() uint64 { return 0 }
+	}
+	if c.Clock == nil {
+		start := time.Now()
+		c.Clock = func() int64 { return int64(time.Since(start)) }
+	}
+	return c
+}
+
+// Buckets are the gateway's token buckets.
+type Buckets interface {
+	// Collect emits one record for each bucket touched since its last record: only hot ones, or all. now is by
+	// Config.Clock. emit keeps no reference to what it is given and must not call back into the buckets.
+	Collect(now int64, all bool, emit func(schemas.Tokens))
+	// Hot is signalled when a bucket should be reported at once.
+	Hot() <-chan struct{}
+}
+
+// Publisher stores reports. It is called by one goroutine.
+type Publisher interface {
+	// Publish returns nil once r is stored exactly once, however often it was tried before. After an error, the
+	// outcome may be unknown: it is called again with the same r until it returns nil. It returns soon after ctx is done.
+	Publish(ctx context.Context, r *schemas.Report) error
+}
+
+// Metrics are shared by all reporters of a process.
+type Metrics struct {
+	Admitted prometheus.Counter // weir_usage_units_total{stage="admitted"}: requests gathered
+	Spooled  prometheus.Counter // …{stage="spooled"}: requests in sealed reports
+	Acked    prometheus.Counter // …{stage="acked"}: requests in stored reports
+	Degraded prometheus.Gauge   // raised by one while reports cannot be stored
+
+	Failures   prometheus.Counter     // attempts to store a report that failed
+	Reports    prometheus.Gauge       // sealed and not yet stored
+	Merged     prometheus.Gauge       // entries that wait in memory for room to be sealed
+	Rejections *prometheus.CounterVec // result: kept, dropped
+	Seconds    prometheus.Histogram   // from seal to stored
+}
+
+// NewMetrics registers the metrics with reg. Admitted, Spooled, Acked and Degraded are private until the wiring puts
+// the shared ones there.
+func NewMetrics(reg prometheus.Registerer) *Metrics {
+	stage := func(s string) prometheus.Counter {
+		return prometheus.NewCounter(prometheus.CounterOpts{Name: "weir_usage_units_total", ConstLabels: prometheus.Labels{"stage": s}})
+	}
+	m := &Metrics{
+		Admitted: stage("admitted"), Spooled: stage("spooled"), Acked: stage("acked"),
+		Degraded: prometheus.NewGauge(prometheus.GaugeOpts{Name: "weir_degraded", ConstLabels: prometheus.Labels{"part": "ingest"}}),
+		Failures: prometheus.NewCounter(prometheus.CounterOpts{Name: "weir_ingest_publish_failures_total", Help: "Attempts to store a usage report that failed. The report is tried again."}),
+		Reports:  prometheus.NewGauge(prometheus.GaugeOpts{Name: "weir_ingest_pending_reports", Help: "Usage reports sealed and not yet stored."}),
+		Merged:   prometheus.NewGauge(prometheus.GaugeOpts{Name: "weir_ingest_merged_entries", Help: "Usage and bucket entries that merge in memory because too many reports wait."}),
+		Rejections: prometheus.NewCounterVec(prometheus.CounterOpts{Name: "weir_ingest_rejection_samples_total",
+			Help: "Sampled rejections, kept or dropped. Every rejection is counted in the usage either way."}, []string{"result"}),
+		Seconds: prometheus.NewHistogram(prometheus.HistogramOpts{Name: "weir_ingest_store_seconds", Help: "Time from the seal of a usage report until it is stored.",
+			Buckets: []float64{.001, .0025, .005, .01, .025, .05, .1, .25, 1, 5, 30, 300, 3600}}),
+	}
+	for _, r := range []string{"kept", "dropped"} {
+		m.Rejections.WithLabelValues(r)
+	}
+	reg.MustRegister(m.Failures, m.Reports, m.Merged, m.Rejections, m.Seconds)
+	return m
+}
+
+// Reporter gathers, seals and sends the usage of one gateway. Count and Reject may be called from any goroutine.
+//
+// Nothing is ever dropped but samples of rejections. While reports cannot be stored, MaxReports of them wait; after
+// that, counts merge per (tenant, route, rule, layer, hour) and per bucket incarnation. An entry then costs about
+// 400 bytes besides its text (TestOutageMemoryIsBounded measures it), so an outage of h hours over k live
+// (tenant, route, outcome) takes 400·k·h bytes: 4 MB an hour for 10,000 tenants, and 500 bytes for each bucket touched.
+type Reporter struct {
+	cfg     Config
+	gateway string
+	boot    string
+	buckets Buckets
+	pub     Publisher
+	log     *slog.Logger
+	m       *Metrics
+
+	counts     counts
+	samples    samples
+	spool      spool
+	stored     chan struct{} // signalled when the spool has shrunk
+	lastErr    atomic.Pointer[error]
+	mu         sync.Mutex // the fields below
+	pending    pending
+	seq        uint64
+	usageAt    time.Time // last flush of each kind
+	allAt      time.Time
+	flushedAt  time.Time
+	wasMerging int
+}
+
+// New returns a reporter for one life of a gateway. boot must be a valid name that nobody can guess and that was
+// never used before (128 random bits). m may be nil.
+func New(cfg Config, gateway, boot string, buckets Buckets, pub Publisher, log *slog.Logger, m *Metrics) *Reporter {
+	if m == nil {
+		m = NewMetrics(prometheus.NewRegistry())
+	}
+	cfg = cfg.withDefaults()
+	r := &Reporter{cfg: cfg, gateway: gateway, boot: boot, buckets: buckets, pub: pub, log: log, m: m,
+		spool: newMemory(cfg.MaxReports), stored: make(chan struct{}, 1), pending: newPending()}
+	r.counts.init()
+	r.samples.max = int64(cfg.MaxRejections)
+	return r
+}
+
+// Count counts one request, made at now by the wall clock, that asked for cost tokens. rule and layer name the rule
+// that refused it, and are empty when it was allowed. It takes well under a microsecond and never waits for a report.
+func (r *Reporter) Count(now time.Time, tenant, route, rule, layer string, cost int64) {
+	r.counts.add(now, usageKey{tenant, route, rule, layer}, cost)
+}
+
+// Reject offers a sample of a refused request. The first few of each flush are kept; the request itself must be
+// counted with Count either way.
+func (r *Reporter) Reject(j schemas.Rejection) {
+	if !r.samples.add(j) {
+		r.m.Rejections.WithLabelValues("dropped").Inc()
+	}
+}
+
+// Pending says how many sealed reports are not yet known to be stored, and how many requests are not: in those
+// reports and outside of them.
+func (r *Reporter) Pending() (reports int, requests uint64) {
+	r.mu.Lock() // so that nothing is on its way from counts to pending, or to the spool
+	defer r.mu.Unlock()
+	reports, requests = r.spool.Len()
+	return reports, requests + r.pending.requests + r.counts.len()
+}
+
+// Run seals and sends until ctx is done, and then what is left, for at most DrainTimeout. Requests should no longer
+// come in by then. The error says what could not be stored.
+func (r *Reporter) Run(ctx context.Context) error {
+	sending, stop := context.WithCancel(context.WithoutCancel(ctx))
+	defer stop()
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		r.send(sending)
+	}()
+
+	now := time.Now()
+	r.usageAt, r.allAt, r.flushedAt = now, now, now
+	tick := time.NewTicker(r.cfg.HotEvery)
+	defer tick.Stop()
+	var early <-chan time.Time // set while a hot bucket waits for HotMin to pass
+	for ctx.Err() == nil {
+		hot := r.buckets.Hot()
+		if early != nil {
+			hot = nil
+		}
+		select {
+		case <-ctx.Done():
+		case <-tick.C:
+			r.flush(false)
+		case <-hot:
+			if wait := r.cfg.HotMin - time.Since(r.flushedAt); wait > 0 {
+				early = time.After(wait)
+				continue
+			}
+			r.flush(false)
+		case <-early:
+			early = nil
+			r.flush(false)
+		case <-r.stored:
+			r.seal()
+		}
+	}
+
+	deadline := time.After(r.cfg.DrainTimeout)
+	for end := false; !end; {
+		r.flush(true)
+		if reports, requests := r.Pending(); reports == 0 && requests == 0 && r.merging() == 0 {
+			break
+		}
+		select {
+		case <-r.stored:
+		case <-tick.C:
+		case <-deadline:
+			end = true
+		}
+	}
+	stop()
+	<-done
+	if reports, requests := r.Pending(); reports > 0 || requests > 0 {
+		err := fmt.Errorf("drain usage of gateway %s: %d reports and %d requests are not known to be stored after %s", r.gateway, reports, requests, r.cfg.DrainTimeout)
+		if last := r.lastErr.Load(); last != nil {
+			err = fmt.Errorf("%w: %w", err, *last)
+		}
+		return err
+	}
+	return nil
+}
+
+// flush gathers what is due, or everything, and seals it.
+func (r *Reporter) flush(everything bool) {
+	r.mu.Lock()
+	now := time.Now()
+	all := everything || now.Sub(r.allAt) >= r.cfg.AllEvery
+	r.buckets.Collect(r.cfg.Clock(), all, r.pending.addTokens)
+	if all {
+		r.allAt = now
+	}
+	if everything || now.Sub(r.usageAt) >= r.cfg.UsageEvery {
+		r.usageAt = now
+		before := r.pending.requests
+		r.counts.drain(r.pending.addUsage)
+		r.m.Admitted.Add(float64(r.pending.requests - before))
+		kept, dropped := r.pending.addRejections(r.samples.drain(), 10*r.cfg.MaxRejections)
+		r.m.Rejections.WithLabelValues("kept").Add(float64(kept))
+		r.m.Rejections.WithLabelValues("dropped").Add(float64(dropped))
+	}
+	r.flushedAt = now
+	r.mu.Unlock()
+	r.seal()
+}
+
+// seal makes reports of what is pending, as long as the spool takes them. What it does not take stays and merges.
+func (r *Reporter) seal() {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for r.pending.len() > 0 {
+		report, cut := r.pending.cut(r.cfg.MaxEntries, r.cfg.MaxBytes)
+		report.Gateway, report.Boot, report.Seq = r.gateway, r.boot, r.seq+1
+		report.PolicyVersion, report.SealedAt = r.cfg.PolicyVersion(), time.Now().UTC()
+		if err := r.spool.Append(report); err != nil {
+			break
+		}
+		r.seq++
+		r.pending.remove(cut)
+		r.m.Spooled.Add(float64(report.Requests()))
+		r.m.Reports.Inc()
+	}
+	r.m.Merged.Add(float64(r.pending.len() - r.wasMerging))
+	r.wasMerging = r.pending.len()
+}
+
+func (r *Reporter) merging() int {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.pending.len()
+}
+
+// send stores the spool's reports in order, each tried again until it is stored or ctx is done.
+func (r *Reporter) send(ctx context.Context) {
+	var failed int
+	var since, told time.Time
+	defer func() {
+		if failed > 0 {
+			r.m.Degraded.Dec()
+		}
+	}()
+	for {
+		report := r.spool.Head()
+		if report == nil {
+			select {
+			case <-r.spool.Filled():
+				continue
+			case <-ctx.Done():
+				return
+			}
+		}
+		attempt, cancel := context.WithTimeout(ctx, r.cfg.PublishTimeout)
+		err := r.pub.Publish(attempt, report)
+		cancel()
+		if err == nil {
+			r.remove(report)
+			if failed > 0 {
+				r.m.Degraded.Dec()
+				r.log.Info("usage reports are stored again", "gateway", r.gateway, "after", time.Since(since).Round(time.Millisecond), "attempts", failed)
+				failed = 0
+				r.lastErr.Store(nil)
+			}
+			continue
+		}
+		r.lastErr.Store(&err)
+		r.m.Failures.Inc()
+		if failed++; failed == 1 {
+			since, told = time.Now(), time.Now()
+			r.m.Degraded.Inc()
+			r.log.Warn("usage report not stored, trying again until it is; requests go on", "gateway", r.gateway, "seq", report.Seq, "err", err)
+		} else if time.Since(told) >= r.cfg.LogEvery {
+			told = time.Now()
+			reports, requests := r.Pending()
+			r.log.Warn("usage reports are still not stored", "gateway", r.gateway, "for", time.Since(since).Round(time.Second), "attempts", failed, "reports", reports, "requests", requests, "err", err)
+		}
+		wait := min(r.cfg.RetryMax, r.cfg.RetryMin<<min(failed-1, 20))
+		select {
+		case <-time.After(wait/2 + rand.N(wait/2+1)): // half of it at random, or all gateways would come back at once
+		case <-ctx.Done():
+			return
+		}
+	}
+}
+
+func (r *Reporter) remove(report *schemas.Report) {
+	r.spool.Remove()
+	r.m.Reports.Dec()
+	r.m.Acked.Add(float64(report.Requests()))
+	r.m.Seconds.Observe(time.Since(report.SealedAt).Seconds())
+	select {
+	case r.stored <- struct{}{}:
+	default:
+	}
+}
+
+// spool holds sealed reports in order, from the seal until the stream has them. One goroutine appends and one removes.
+type spool interface {
+	Append(*schemas.Report) error // an error means that it was not taken
+	Head() *schemas.Report        // the oldest; nil when there is none
+	Remove()                      // the oldest
+	Filled() <-chan struct{}      // signalled after an Append
+	Len() (reports int, requests uint64)
+}
+
+var errFull = errors.New("spool is full")
+
+// memory is a spool that does not outlive the process.
+type memory struct {
+	max      int
+	filled   chan struct{}
+	mu       sync.Mutex // the fields below
+	reports  []*schemas.Report
+	requests uint64
+}
+
+func newMemory(max int) *memory { return &memory{max: max, filled: make(chan struct{}, 1)} }
+
+func (s *memory) Append(r *schemas.Report) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if len(s.reports) >= s.max {
+		return errFull
+	}
+	s.reports = append(s.reports, r)
+	s.requests += r.Requests()
+	select {
+	case s.filled <- struct{}{}:
+	default:
+	}
+	return nil
+}
+
+func (s *memory) Head() *schemas.Report {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if len(s.reports) == 0 {
+		return nil
+	}
+	return s.reports[0]
+}
+
+func (s *memory) Remove() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.requests -= s.reports[0].Requests()
+	s.reports[0] = nil
+	s.reports = s.reports[1:]
+}
+
+func (s *memory) Filled() <-chan struct{} { return s.filled }
+
+func (s *memory) Len() (int, uint64) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return len(s.reports), s.requests
+}

@@ -1,0 +1,381 @@
+package jetstream
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log/slog"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/nats-io/nats.go"
+	"github.com/nats-io/nats.go/jetstream"
+
+	"github.com/weirhq/weir/internal/natsx"
+	"github.com/weirhq/weir/schemas"
+)
+
+// ErrFenced is in the chain of the error when another process has taken over a Ledger.
+var ErrFenced = errors.New("another process has taken over")
+
+// Headers of a dead letter. Its body is the message as it came.
+const (
+	HeaderReason    = "Weir-Reason"
+	HeaderDetail    = "Weir-Detail"
+	HeaderSubject   = "Weir-Subject"
+	HeaderStream    = "Weir-Stream"
+	HeaderSequence  = "Weir-Sequence"
+	HeaderArrived   = "Weir-Arrived"   // RFC 3339
+	HeaderTruncated = "Weir-Truncated" // the body's whole length, when it would not fit with these headers
+)
+
+// Ledger delivers every message of a stream in ranges that never change: before handle is called with a range, the
+// range is written down, and after an error, a crash or a restart exactly that range comes again until handle has
+// returned nil. Who gives each range's name to its store as a deduplication token stores each message exactly once.
+//
+// One process at a time reads with a name. Positions live in the bucket weir-history under that name, and every write
+// names the revision that it follows: of two processes the one that started later goes on, and the other stops with
+// ErrFenced before it acknowledges anything more.
+//
+// What cannot be read goes to the dead-letter stream before its range is handled; while that is impossible, the ledger
+// waits. A message is written there once, also when its range comes again within the stream's duplicate window.
+type Ledger[T any] struct {
+	*reader[T]
+	kv       jetstream.KeyValue
+	owner    string
+	pos      position
+	revision uint64 // of pos in the bucket; 0 before the first write
+	created  time.Time
+	filter   string // the stream's subjects
+}
+
+// position is how far a ledger has come: all up to Floor is handled, and if Next is greater, (Floor, Next] is in hand.
+type position struct {
+	Stream string `json:"stream"` // which life of the stream
+	Epoch  int    `json:"epoch,omitempty"`
+	Floor  uint64 `json:"floor"`
+	Next   uint64 `json:"next"`
+	Owner  string `json:"owner"`
+}
+
+// NewLedger returns a ledger. It touches no network. m may be nil.
+func NewLedger[T any](cfg Config, nc *nats.Conn, decode Decoder[T], log *slog.Logger, m *Metrics) (*Ledger[T], error) {
+	cfg, err := cfg.withDefaults(2000, 64<<20, time.Second, time.Minute)
+	if err != nil {
+		return nil, fmt.Errorf("ledger %q: %w", cfg.Name, err)
+	}
+	r, err := newReader(cfg, nc, decode, log, m)
+	if err != nil {
+		return nil, fmt.Errorf("ledger %q: %w", cfg.Name, err)
+	}
+	return &Ledger[T]{reader: r, owner: rand.Text()}, nil
+}
+
+// Consume calls handle with one range after another until ctx is done, and then returns nil, or until another process
+// has taken over, and then returns an error with ErrFenced in its chain. When handle returns an error it gets the same
+// range again after a pause, and nothing new is read meanwhile. A range without a readable message is not handled. It may be
+// called once.
+func (l *Ledger[T]) Consume(ctx context.Context, handle func(context.Context, schemas.Batch[T]) error) (err error) {
+	defer l.watchLag(nil)()
+	defer func() { l.t.stopped(err) }()
+	for {
+		if l.consumer == nil {
+			var all []message
+			ok, err := l.fenced(ctx, "position", func() (err error) { all, err = l.open(ctx); return err })
+			if !ok {
+				return err
+			}
+			if l.pos.Next > l.pos.Floor { // a range was in hand when somebody stopped
+				l.log.Info("handling again what was in hand", "first", l.pos.Floor+1, "last", l.pos.Next)
+				if ok, err := l.settle(ctx, all, handle); !ok {
+					return err
+				}
+			}
+			if ok, err := l.fenced(ctx, "position", func() error { return l.follow(ctx) }); !ok {
+				return err
+			}
+		}
+		all, err := l.gather(ctx)
+		if ctx.Err() != nil {
+			return nil
+		}
+		if err != nil {
+			l.lost(ctx, "fetch", err)
+			continue
+		}
+		l.t.over()
+		if len(all) == 0 {
+			l.oldest.Store(0)
+			continue
+		}
+		if all, err = l.inStep(ctx, all); err != nil {
+			l.lost(ctx, "position", err)
+			continue
+		}
+		if len(all) == 0 {
+			continue
+		}
+		intent := l.pos
+		intent.Next = all[len(all)-1].seq
+		if ok, err := l.fenced(ctx, "position", func() error { return l.write(ctx, intent) }); !ok {
+			return err
+		}
+		if ok, err := l.settle(ctx, all, handle); !ok {
+			return err
+		}
+	}
+}
+
+// fenced is until, ended by ErrFenced as well.
+func (l *Ledger[T]) fenced(ctx context.Context, reason string, f func() error) (ok bool, err error) {
+	ok = l.until(ctx, reason, func() error {
+		if err = f(); errors.Is(err, ErrFenced) {
+			return nil
+		}
+		return err
+	})
+	if ok && err != nil {
+		return false, err
+	}
+	return ok, nil
+}
+
+// open finds our position and makes it ours. If a range is in hand it returns its messages, read one by one so that they
+// are what they were, whatever a consumer has to say.
+func (l *Ledger[T]) open(ctx context.Context) ([]message, error) {
+	stream, err := l.stream(ctx)
+	if err != nil {
+		return nil, err
+	}
+	if l.kv, err = l.js.KeyValue(ctx, natsx.HistoryBucket); errors.Is(err, jetstream.ErrBucketNotFound) && l.cfg.Declare != nil {
+		if err := l.cfg.Declare(ctx); err != nil {
+			return nil, err
+		}
+		l.kv, err = l.js.KeyValue(ctx, natsx.HistoryBucket)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("bucket %s: %w", natsx.HistoryBucket, err)
+	}
+	info := stream.CachedInfo()
+	l.created, l.filter = info.Created, info.Config.Subjects[0]
+	if l.revision == 0 { // our first look
+		entry, err := l.kv.Get(ctx, l.cfg.Name)
+		switch {
+		case err == nil:
+			if err := json.Unmarshal(entry.Value(), &l.pos); err != nil {
+				return nil, fmt.Errorf("position of %s in bucket %s: %w", l.cfg.Name, natsx.HistoryBucket, err)
+			}
+			l.revision = entry.Revision()
+		case !errors.Is(err, jetstream.ErrKeyNotFound):
+			return nil, fmt.Errorf("position of %s: %w", l.cfg.Name, err)
+		}
+	}
+	next := l.pos
+	next.Owner = l.owner
+	switch {
+	case l.pos.Stream == "":
+		next.Stream = streamName(l.cfg.Stream, l.created, 0)
+	case l.pos.Stream != streamName(l.cfg.Stream, l.created, 0):
+		l.log.Error("this is another stream than the one we read: starting at its beginning", "was", l.pos.Stream, "floor", l.pos.Floor, "next", l.pos.Next)
+		next = position{Stream: streamName(l.cfg.Stream, l.created, 0), Owner: l.owner}
+	case l.pos.Floor > info.State.LastSeq:
+		l.log.Error("the stream has lost messages that we have handled, and will use their numbers again", "floor", l.pos.Floor, "last", info.State.LastSeq)
+		next.Epoch++
+		next.Floor, next.Next = info.State.LastSeq, info.State.LastSeq
+	}
+	if err := l.write(ctx, next); err != nil {
+		return nil, err
+	}
+	var all []message
+	for at := l.pos.Floor + 1; at <= l.pos.Next; at++ {
+		msg, err := stream.GetMsg(ctx, at, jetstream.WithGetMsgSubject(l.filter))
+		if errors.Is(err, jetstream.ErrMsgNotFound) {
+			break
+		}
+		if err != nil {
+			return nil, fmt.Errorf("read message %d of %s: %w", at, l.cfg.Stream, err)
+		}
+		if msg.Sequence > l.pos.Next {
+			break
+		}
+		at = msg.Sequence
+		all = append(all, message{subject: msg.Subject, contentType: msg.Header.Get(headerContentType), seq: at, arrived: msg.Time, body: msg.Data})
+	}
+	if missing := l.pos.Next - l.pos.Floor - uint64(len(all)); missing > 0 {
+		l.missing(missing, l.pos.Floor+1)
+	}
+	return all, nil
+}
+
+// follow makes the consumer go on after Floor.
+func (l *Ledger[T]) follow(ctx context.Context) error {
+	info, err := l.bind(ctx, jetstream.AckAllPolicy)
+	if err != nil {
+		return err
+	}
+	if info.AckFloor.Stream == l.pos.Floor && info.NumAckPending == 0 {
+		return nil
+	}
+	return l.reset(ctx, l.pos.Floor+1)
+}
+
+// inStep returns the part of all that follows Floor without a hole. A hole that is in the stream itself is told and
+// passed over.
+func (l *Ledger[T]) inStep(ctx context.Context, all []message) ([]message, error) {
+	want := l.pos.Floor + 1
+	kept := all[:0]
+	for i := range all {
+		m := all[i]
+		if m.seq < want { // delivered again
+			continue
+		}
+		if m.seq > want {
+			stream, err := l.js.Stream(ctx, l.cfg.Stream)
+			if err != nil {
+				return nil, err
+			}
+			next, err := stream.GetMsg(ctx, want, jetstream.WithGetMsgSubject(l.filter))
+			if err != nil {
+				return nil, fmt.Errorf("look for message %d: %w", want, err)
+			}
+			if next.Sequence != m.seq {
+				if len(kept) > 0 { // the rest comes again
+					l.consumer = nil
+					return kept, nil
+				}
+				return nil, fmt.Errorf("message %d came, and %d is next", m.seq, next.Sequence)
+			}
+			l.missing(m.seq-want, want)
+		}
+		kept = append(kept, m)
+		want = m.seq + 1
+	}
+	return kept, nil
+}
+
+func (l *Ledger[T]) missing(n, first uint64) {
+	l.m.Missing.WithLabelValues(l.cfg.Name).Add(float64(n))
+	l.log.Error("messages were removed or expired before they were handled", "messages", n, "first", first)
+}
+
+// settle handles the range that is in hand and moves Floor behind it.
+func (l *Ledger[T]) settle(ctx context.Context, all []message, handle func(context.Context, schemas.Batch[T]) error) (bool, error) {
+	items, bad := l.decodeAll(all)
+	if len(all) > 0 {
+		l.holds(all)
+	}
+	if !l.until(ctx, "dead_letter", func() error {
+		for len(bad) > 0 {
+			if err := l.bury(ctx, &bad[0]); err != nil {
+				return err
+			}
+			l.m.Refused.WithLabelValues(l.cfg.Name, bad[0].Reason).Inc()
+			bad = bad[1:]
+		}
+		return nil
+	}) {
+		return false, nil
+	}
+	batch := schemas.Batch[T]{Stream: streamName(l.cfg.Stream, l.created, l.pos.Epoch), First: l.pos.Floor + 1, Last: l.pos.Next, Items: items}
+	if len(items) > 0 && !l.until(ctx, "handle", func() error { return handle(ctx, batch) }) {
+		return false, nil
+	}
+	done := l.pos
+	done.Floor = done.Next
+	// Also when ctx was done while handle finished, for a moment: it saves handling the range again.
+	save := ctx
+	if ctx.Err() != nil {
+		var cancel context.CancelFunc
+		save, cancel = context.WithTimeout(context.WithoutCancel(ctx), time.Second)
+		defer cancel()
+	}
+	if ok, err := l.fenced(save, "position", func() error { return l.write(save, done) }); !ok {
+		return false, err
+	}
+	if len(all) > 0 {
+		if last := all[len(all)-1].ack; last != nil { // for whoever looks at the consumer; we go by Floor
+			ack, cancel := context.WithTimeout(save, 2*time.Second)
+			_ = last.DoubleAck(ack)
+			cancel()
+		}
+		l.handled(all)
+	}
+	return true, nil
+}
+
+// write makes next our position, unless somebody else has written since.
+func (l *Ledger[T]) write(ctx context.Context, next position) error {
+	value, err := json.Marshal(next)
+	if err != nil {
+		return err
+	}
+	revision, err := l.put(ctx, value)
+	if err != nil {
+		if !errors.Is(err, jetstream.ErrKeyExists) && !wrongLast(err) {
+			return fmt.Errorf("write position of %s: %w", l.cfg.Name, err)
+		}
+		// Somebody else, or we ourselves in an attempt whose answer was lost.
+		entry, get := l.kv.Get(ctx, l.cfg.Name)
+		switch {
+		case errors.Is(get, jetstream.ErrKeyNotFound): // the bucket is new: what we know is all there is
+			l.revision = 0
+			return fmt.Errorf("position of %s is gone from bucket %s, writing it again", l.cfg.Name, natsx.HistoryBucket)
+		case get != nil:
+			return fmt.Errorf("read position of %s: %w", l.cfg.Name, get)
+		}
+		var have position
+		if err := json.Unmarshal(entry.Value(), &have); err != nil || have != next {
+			return fmt.Errorf("ledger %s: %w (it is %s and we are %s)", l.cfg.Name, ErrFenced, have.Owner, l.owner)
+		}
+		revision = entry.Revision()
+	}
+	l.pos, l.revision = next, revision
+	return nil
+}
+
+func (l *Ledger[T]) put(ctx context.Context, value []byte) (uint64, error) {
+	if l.revision == 0 {
+		return l.kv.Create(ctx, l.cfg.Name, value)
+	}
+	return l.kv.Update(ctx, l.cfg.Name, value, l.revision)
+}
+
+// bury writes a message that cannot be read to the dead-letter stream. Only a ledger does: every consumer of a stream
+// meets the same message.
+func (l *Ledger[T]) bury(ctx context.Context, bad *refused) error {
+	msg := &nats.Msg{Subject: schemas.DeadPrefix + bad.Reason, Data: bad.body, Header: nats.Header{
+		headerContentType: {header(bad.contentType)},
+		HeaderReason:      {header(bad.Reason)},
+		HeaderDetail:      {header(bad.Refusal.Error())},
+		HeaderSubject:     {header(bad.subject)},
+		HeaderStream:      {l.cfg.Stream},
+		HeaderSequence:    {strconv.FormatUint(bad.seq, 10)},
+		HeaderArrived:     {bad.arrived.UTC().Format(time.RFC3339Nano)},
+	}}
+	if most := int(l.nc.MaxPayload()); most > 0 && msg.Size()+512 > most {
+		msg.Header.Set(HeaderTruncated, strconv.Itoa(len(bad.body)))
+		msg.Data = bad.body[:max(0, min(len(bad.body), len(bad.body)-(msg.Size()+512-most)))]
+	}
+	id := streamName(l.cfg.Stream, l.created, l.pos.Epoch) + "-" + strconv.FormatUint(bad.seq, 10)
+	if _, err := l.js.PublishMsg(ctx, msg, jetstream.WithMsgID(id), jetstream.WithExpectStream(schemas.DeadStream), jetstream.WithRetryAttempts(0)); err != nil {
+		return fmt.Errorf("write message %d to the dead-letter stream: %w", bad.seq, err)
+	}
+	l.log.Warn("message cannot be read, it is in the dead-letter stream", "subject", bad.subject, "seq", bad.seq, "err", bad.Refusal)
+	return nil
+}
+
+// header is s as a header's value may be: one line of at most 500 bytes.
+func header(s string) string {
+	if len(s) > 500 {
+		s = s[:500]
+	}
+	return strings.TrimSpace(strings.Map(func(r rune) rune {
+		if r < ' ' || r == 0x7f || r == 0xfffd {
+			return '?'
+		}
+		return r
+	}, s))
+}

@@ -1,0 +1,189 @@
+// Package jetstream carries usage reports over NATS JetStream: a publisher that stores each report exactly once, and
+// two ways to read a stream.
+package jetstream
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strconv"
+	"strings"
+	"sync"
+
+	"github.com/nats-io/nats.go"
+	"github.com/nats-io/nats.go/jetstream"
+
+	"github.com/weirhq/weir/schemas"
+)
+
+// Headers of a report.
+const (
+	headerContentType = "Content-Type"
+	headerBoot        = "Weir-Boot" // with Weir-Seq, what a publisher knows its own report by
+	headerSeq         = "Weir-Seq"
+)
+
+// ErrTooLarge is in the chain of the error for a report that the server would not take at any time.
+var ErrTooLarge = errors.New("report is larger than the server's max_payload")
+
+// Publisher stores the reports of one gateway.
+//
+// Each message says which message must be the last one of the gateway's subject. A repeat of a stored report is
+// therefore refused, at any time later, and tells us that it is stored; no message ids, and no window in which they
+// are remembered, are involved (FACTS 1.4). It needs one message in flight per gateway, so Publish takes turns, and
+// a gateway's name must belong to one process at a time.
+type Publisher struct {
+	nc      *nats.Conn
+	js      jetstream.JetStream
+	subject string
+	m       *Metrics
+
+	mu    sync.Mutex // held over a Publish
+	known bool
+	last  uint64 // stream sequence of our subject's last message, when known
+}
+
+// NewPublisher returns a publisher for gateway. It touches no network. m may be nil.
+func NewPublisher(nc *nats.Conn, gateway string, m *Metrics) (*Publisher, error) {
+	if err := schemas.ValidName(gateway); err != nil {
+		return nil, fmt.Errorf("publish usage: %w", err)
+	}
+	js, err := jetstream.New(nc)
+	if err != nil {
+		return nil, fmt.Errorf("publish usage of %s: %w", gateway, err)
+	}
+	return &Publisher{nc: nc, js: js, subject: schemas.UsagePrefix + gateway, m: m.orPrivate()}, nil
+}
+
+// Publish returns nil once r is stored. After any other outcome r may be stored or not: call again with the same r.
+// Reports of a boot must come in the order of their sequence numbers.
+func (p *Publisher) Publish(ctx context.Context, r *schemas.Report) error {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	err := p.publish(ctx, r)
+	if err != nil {
+		p.m.PublishErrors.WithLabelValues(p.reason(err)).Inc()
+		return fmt.Errorf("publish report %d of boot %s on %s: %w", r.Seq, r.Boot, p.subject, err)
+	}
+	return nil
+}
+
+func (p *Publisher) publish(ctx context.Context, r *schemas.Report) error {
+	body, err := schemas.EncodeReport(r)
+	if err != nil {
+		return err
+	}
+	if !p.known {
+		stored, err := p.lookUp(ctx, r)
+		if err != nil || stored {
+			return err
+		}
+	}
+	// Two conflicts cannot happen to one process alone; a few leave room for a predecessor's last words.
+	for range 4 {
+		msg := &nats.Msg{Subject: p.subject, Data: body, Header: nats.Header{
+			headerContentType: {schemas.ContentProtobuf},
+			headerBoot:        {r.Boot},
+			headerSeq:         {strconv.FormatUint(r.Seq, 10)},
+		}}
+		if most := p.nc.MaxPayload(); most > 0 && int64(msg.Size()) > most {
+			return fmt.Errorf("%w: it has %d bytes with %d entries, the server takes %d", ErrTooLarge, msg.Size(), len(r.Usage)+len(r.Tokens)+len(r.Rejections), most)
+		}
+		ack, err := p.js.PublishMsg(ctx, msg, jetstream.WithExpectStream(schemas.UsageStream),
+			jetstream.WithExpectLastSequencePerSubject(p.last), jetstream.WithRetryAttempts(0))
+		if err == nil {
+			p.last = ack.Sequence
+			return nil
+		}
+		if !wrongLast(err) {
+			return err
+		}
+		p.m.PublishErrors.WithLabelValues("conflict").Inc()
+		stored, err := p.lookUp(ctx, r)
+		if err != nil || stored {
+			return err
+		}
+	}
+	return errors.New("other messages keep coming in on this subject: does another process run as this gateway?")
+}
+
+// lookUp finds out whether r is stored and what the subject's last message is. Once the last one was known it reads all
+// that came after it, so that r is found even when somebody else's message is behind it.
+func (p *Publisher) lookUp(ctx context.Context, r *schemas.Report) (stored bool, err error) {
+	stream, err := p.js.Stream(ctx, schemas.UsageStream)
+	if err != nil {
+		return false, fmt.Errorf("look up the last report: %w", err)
+	}
+	if p.known {
+		for at := p.last; ; {
+			msg, err := stream.GetMsg(ctx, at+1, jetstream.WithGetMsgSubject(p.subject))
+			if errors.Is(err, jetstream.ErrMsgNotFound) {
+				break
+			}
+			if err != nil {
+				return false, fmt.Errorf("look up reports after %d: %w", at, err)
+			}
+			at = msg.Sequence
+			stored = stored || isStored(msg, r)
+		}
+	}
+	msg, err := stream.GetLastMsgForSubject(ctx, p.subject)
+	switch {
+	case errors.Is(err, jetstream.ErrMsgNotFound): // none yet, or all have expired
+		p.last, p.known = 0, true
+		return stored, nil
+	case err != nil:
+		return false, fmt.Errorf("look up the last report: %w", err)
+	}
+	p.last, p.known = msg.Sequence, true
+	return stored || isStored(msg, r), nil
+}
+
+// isStored reports whether msg shows that r is in the stream. The reports of a boot are stored in order.
+func isStored(msg *jetstream.RawStreamMsg, r *schemas.Report) bool {
+	seq, err := strconv.ParseUint(msg.Header.Get(headerSeq), 10, 64)
+	return err == nil && msg.Header.Get(headerBoot) == r.Boot && seq >= r.Seq
+}
+
+func wrongLast(err error) bool {
+	var api *jetstream.APIError
+	return errors.As(err, &api) &&
+		(api.ErrorCode == jetstream.JSErrCodeStreamWrongLastSequence || api.ErrorCode == jetstream.JSErrCodeStreamWrongLastSequenceConstant)
+}
+
+// API error codes for which nats.go has no name.
+const (
+	codeInsufficientResources jetstream.ErrorCode = 10023
+	codeStorageExceeded       jetstream.ErrorCode = 10047
+	codeStoreFailed           jetstream.ErrorCode = 10077 // a full stream says so, with "maximum messages/bytes exceeded"
+)
+
+// reasons that a report is not stored, as labels.
+var reasons = []string{"full", "no_stream", "disconnected", "permission", "timeout", "too_large", "conflict", "other"}
+
+func (p *Publisher) reason(err error) string {
+	var api *jetstream.APIError
+	switch {
+	case errors.Is(err, ErrTooLarge):
+		return "too_large"
+	case errors.As(err, &api):
+		switch api.ErrorCode {
+		case codeInsufficientResources, codeStorageExceeded, codeStoreFailed:
+			return "full"
+		case jetstream.JSErrCodeStreamNotFound:
+			return "no_stream"
+		}
+		return "other"
+	case errors.Is(err, jetstream.ErrNoStreamResponse), errors.Is(err, nats.ErrNoResponders):
+		return "no_stream"
+	case errors.Is(err, nats.ErrReconnectBufExceeded), errors.Is(err, nats.ErrConnectionClosed), errors.Is(err, nats.ErrConnectionReconnecting), errors.Is(err, nats.ErrDisconnected):
+		return "disconnected"
+	case errors.Is(err, context.DeadlineExceeded), errors.Is(err, nats.ErrTimeout):
+		// A forbidden publish shows as a time-out here; the reason came to the connection (FACTS T7).
+		if last := p.nc.LastError(); errors.Is(last, nats.ErrPermissionViolation) && strings.Contains(last.Error(), p.subject) {
+			return "permission"
+		}
+		return "timeout"
+	}
+	return "other"
+}
