@@ -13,6 +13,7 @@ import (
 	"github.com/nats-io/nats.go"
 	"github.com/prometheus/client_golang/prometheus"
 
+	"github.com/weirhq/weir/enforcer"
 	"github.com/weirhq/weir/internal/clock"
 	"github.com/weirhq/weir/schemas"
 )
@@ -59,14 +60,14 @@ type Status struct {
 	Pending       uint64 // reports sealed and not yet acknowledged
 }
 
-// synced is the mode of a gateway that hears the centre.
-const synced = "synced"
+// alone says whether a gateway in mode needs the centre and does not hear it.
+func alone(mode string) bool { return mode == enforcer.Stale || mode == enforcer.Isolated }
 
 // Metrics may be shared by several gateways of one process.
 type Metrics struct {
 	Updates  *prometheus.CounterVec // kind: update, snapshot, malformed
 	Asked    prometheus.Counter     // requests for a snapshot
-	Degraded prometheus.Gauge       // raised while a gateway is not synced; the wiring puts weir_degraded{part} here
+	Degraded prometheus.Gauge       // raised while a gateway is stale or isolated; the wiring puts weir_degraded{part} here
 }
 
 // NewMetrics registers the metrics with reg.
@@ -89,7 +90,7 @@ func NewMetrics(reg prometheus.Registerer) *Metrics {
 type Feed struct {
 	cfg    Config
 	nc     *nats.Conn
-	apply  func(*schemas.ThrottleUpdate)
+	apply  func(schemas.ThrottleUpdate)
 	status func() Status
 	m      *Metrics
 	log    *slog.Logger
@@ -100,7 +101,7 @@ type Feed struct {
 
 // New returns a feed of nc. apply is called with every update, from one goroutine; it sorts out by version what is late.
 // status is called once a heartbeat. m may be nil.
-func New(cfg Config, nc *nats.Conn, apply func(*schemas.ThrottleUpdate), status func() Status, m *Metrics, log *slog.Logger) (*Feed, error) {
+func New(cfg Config, nc *nats.Conn, apply func(schemas.ThrottleUpdate), status func() Status, m *Metrics, log *slog.Logger) (*Feed, error) {
 	cfg = cfg.withDefaults()
 	if err := errors.Join(schemas.ValidName(cfg.Gateway), schemas.ValidName(cfg.Boot)); err != nil {
 		return nil, fmt.Errorf("feed of gateway %.80q: %w", cfg.Gateway, err)
@@ -168,7 +169,7 @@ func (f *Feed) listen(ctx context.Context, fleet chan int) (err error) {
 			if u == nil {
 				continue
 			}
-			f.apply(u)
+			f.apply(*u)
 			if u.Snapshot {
 				wait = f.cfg.RetryMin
 				ask.Reset(f.cfg.Resync + rand.N(f.cfg.Resync/4+1))
@@ -250,22 +251,24 @@ func (l *modeLog) see(s Status) {
 	first := was == ""
 	l.last, l.since = s.Mode, time.Now()
 	switch {
-	case s.Mode != synced && !l.raised:
+	case alone(s.Mode) && !l.raised:
 		l.raised = true
 		l.degraded.Inc()
-	case s.Mode == synced && l.raised:
+	case !alone(s.Mode) && l.raised:
 		l.raised = false
 		l.degraded.Dec()
 	}
 	switch {
-	case first && s.Mode == synced:
-		l.log.Info("throttling with the centre", "mode", s.Mode)
-	case first:
+	case alone(s.Mode) && first:
 		l.log.Error("throttling without the centre: this gateway keeps to its own part of each limit", "mode", s.Mode)
-	case s.Mode == synced:
-		l.log.Warn("throttling with the centre again", "mode", s.Mode, "was", was, "for", lasted)
-	default:
+	case alone(s.Mode):
 		l.log.Error("throttling without the centre: this gateway keeps to its own part of each limit", "mode", s.Mode, "was", was, "for", lasted)
+	case s.Mode == enforcer.Local:
+		l.log.Info("throttling without a centre: no limit of the policy is shared", "mode", s.Mode)
+	case first:
+		l.log.Info("throttling with the centre", "mode", s.Mode)
+	default:
+		l.log.Warn("throttling with the centre again", "mode", s.Mode, "was", was, "for", lasted)
 	}
 }
 

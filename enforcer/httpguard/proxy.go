@@ -1,0 +1,110 @@
+package httpguard
+
+import (
+	"errors"
+	"log/slog"
+	"net"
+	"net/http"
+	"net/http/httputil"
+	"net/url"
+	"sync"
+	"time"
+
+	"github.com/weirhq/weir/limits"
+)
+
+// ProxyConfig says how long a proxy waits for its upstream. A zero field means its default.
+type ProxyConfig struct {
+	DialTimeout   time.Duration // to connect, TLS included (5s)
+	HeaderTimeout time.Duration // from the end of the request to the head of the answer (60s)
+	IdleConns     int           // kept open to the upstream (512)
+}
+
+// Proxy hands requests to upstream and streams bodies both ways, upgraded connections too. The Host header and the path are
+// the caller's, below the path of upstream. X-Forwarded-For, -Host and -Proto are kept and continued when they come from a
+// trusted proxy, and begun anew otherwise. An upstream that cannot be reached is a 502, one that does not answer in time a
+// 504, both as a problem body; the request stays counted, since it was admitted.
+func Proxy(upstream *url.URL, cfg ProxyConfig, policy func() *limits.Policy, log *slog.Logger) http.Handler {
+	if cfg.DialTimeout == 0 {
+		cfg.DialTimeout = 5 * time.Second
+	}
+	if cfg.HeaderTimeout == 0 {
+		cfg.HeaderTimeout = time.Minute
+	}
+	if cfg.IdleConns == 0 {
+		cfg.IdleConns = 512
+	}
+	dialer := &net.Dialer{Timeout: cfg.DialTimeout}
+	return &httputil.ReverseProxy{
+		Rewrite: func(r *httputil.ProxyRequest) {
+			r.SetURL(upstream)
+			r.Out.Host = r.In.Host
+			forward(r, policy())
+		},
+		Transport: &http.Transport{
+			DialContext:           dialer.DialContext,
+			TLSHandshakeTimeout:   cfg.DialTimeout,
+			ResponseHeaderTimeout: cfg.HeaderTimeout,
+			ExpectContinueTimeout: time.Second,
+			MaxIdleConns:          cfg.IdleConns,
+			MaxIdleConnsPerHost:   cfg.IdleConns,
+			IdleConnTimeout:       90 * time.Second,
+			DisableCompression:    true, // what the caller asked for is what it gets
+			ForceAttemptHTTP2:     true,
+		},
+		BufferPool:   &buffers{},
+		ErrorLog:     slog.NewLogLogger(log.Handler(), slog.LevelDebug),
+		ErrorHandler: func(w http.ResponseWriter, r *http.Request, err error) { proxyError(w, r, err, log) },
+	}
+}
+
+// forward tells the upstream whom the request is from. ReverseProxy has taken away what the caller said of that.
+func forward(r *httputil.ProxyRequest, p *limits.Policy) {
+	trusted := p != nil && p.Identity.Trusted(peer(r.In.RemoteAddr))
+	if trusted {
+		r.Out.Header["X-Forwarded-For"] = r.In.Header["X-Forwarded-For"]
+	} else {
+		r.Out.Header.Del("X-Real-Ip")
+	}
+	r.SetXForwarded()
+	if trusted {
+		for _, name := range []string{"X-Forwarded-Host", "X-Forwarded-Proto"} {
+			if v, ok := r.In.Header[name]; ok {
+				r.Out.Header[name] = v
+			}
+		}
+	}
+}
+
+func proxyError(w http.ResponseWriter, r *http.Request, err error, log *slog.Logger) {
+	if r.Context().Err() != nil {
+		panic(http.ErrAbortHandler) // the caller has gone: nobody is there to be answered
+	}
+	p := &problem{Type: "about:blank", Title: "Bad Gateway", Status: http.StatusBadGateway,
+		Detail: "The service behind this gateway cannot be reached.", Instance: newInstance()}
+	if _, ok := errors.AsType[*bodyError](err); ok {
+		p.Title, p.Status, p.Detail = "Request Timeout", http.StatusRequestTimeout, "The body of this request did not arrive."
+	} else if e, ok := errors.AsType[net.Error](err); ok && e.Timeout() {
+		p.Title, p.Status, p.Detail = "Gateway Timeout", http.StatusGatewayTimeout, "The service behind this gateway did not answer in time."
+	}
+	log.Debug("request not proxied", "status", p.Status, "instance", p.Instance, "err", err)
+	writeProblem(w, r, p.Status, p)
+}
+
+// buffers lends the proxy its copy buffers.
+type buffers struct{ pool sync.Pool }
+
+const bufferBytes = 32 << 10
+
+func (b *buffers) Get() []byte {
+	if p, ok := b.pool.Get().(*[bufferBytes]byte); ok {
+		return p[:]
+	}
+	return make([]byte, bufferBytes)
+}
+
+func (b *buffers) Put(p []byte) {
+	if len(p) == bufferBytes {
+		b.pool.Put((*[bufferBytes]byte)(p))
+	}
+}

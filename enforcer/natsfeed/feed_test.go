@@ -1,0 +1,462 @@
+package natsfeed
+
+import (
+	"bytes"
+	"context"
+	"io"
+	"log/slog"
+	"net"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/nats-io/nats.go"
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/testutil"
+
+	"github.com/weirhq/weir/enforcer"
+	"github.com/weirhq/weir/internal/embedded/embeddedtest"
+	"github.com/weirhq/weir/internal/natsx"
+	"github.com/weirhq/weir/schemas"
+)
+
+// centre stands in for the aggregator: it answers snapshots and clocks, and pushes what it is told to.
+type centre struct {
+	t  *testing.T
+	nc *nats.Conn
+
+	mu       sync.Mutex // all below
+	snapshot *schemas.ThrottleUpdate
+	asked    int
+	ahead    time.Duration // of the gateway's clock
+	beats    []schemas.Heartbeat
+}
+
+func newCentre(t *testing.T, url string) *centre {
+	nc, err := nats.Connect(url)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(nc.Close)
+	c := &centre{t: t, nc: nc, snapshot: &schemas.ThrottleUpdate{Gateways: 1, TTL: time.Minute, Snapshot: true}}
+	c.subscribe(schemas.SnapshotPrefix+"*", func(m *nats.Msg) {
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		c.asked++
+		if c.snapshot != nil {
+			c.respond(m, c.snapshot)
+		}
+	})
+	c.subscribe(schemas.ClockSubject, func(m *nats.Msg) {
+		c.mu.Lock()
+		ahead := c.ahead
+		c.mu.Unlock()
+		received := time.Now().Add(ahead)
+		b, err := schemas.EncodeClockReply(schemas.ClockReply{Received: received, Sent: time.Now().Add(ahead)})
+		if err == nil {
+			err = m.Respond(b)
+		}
+		if err != nil {
+			t.Error(err)
+		}
+	})
+	c.subscribe(schemas.HeartbeatPrefix+"*", func(m *nats.Msg) {
+		h, err := schemas.DecodeHeartbeat(m.Subject, m.Data)
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		c.beats = append(c.beats, *h)
+	})
+	return c
+}
+
+func (c *centre) subscribe(subject string, handle nats.MsgHandler) {
+	if _, err := c.nc.Subscribe(subject, handle); err != nil {
+		c.t.Fatal(err)
+	}
+	if err := c.nc.Flush(); err != nil {
+		c.t.Fatal(err)
+	}
+}
+
+func (c *centre) respond(m *nats.Msg, u *schemas.ThrottleUpdate) {
+	b, err := schemas.EncodeThrottleUpdate(u)
+	if err == nil {
+		err = m.Respond(b)
+	}
+	if err != nil {
+		c.t.Error(err)
+	}
+}
+
+func (c *centre) setSnapshot(u *schemas.ThrottleUpdate) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.snapshot = u
+}
+
+func (c *centre) push(gateway string, u *schemas.ThrottleUpdate) {
+	b, err := schemas.EncodeThrottleUpdate(u)
+	if err == nil {
+		err = c.nc.Publish(schemas.ThrottlePrefix+gateway, b)
+	}
+	if err == nil {
+		err = c.nc.Flush()
+	}
+	if err != nil {
+		c.t.Fatal(err)
+	}
+}
+
+func (c *centre) lastBeat() (schemas.Heartbeat, bool) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if len(c.beats) == 0 {
+		return schemas.Heartbeat{}, false
+	}
+	return c.beats[len(c.beats)-1], true
+}
+
+// applied gathers what a feed hands on.
+type applied struct {
+	mu      sync.Mutex
+	updates []schemas.ThrottleUpdate
+}
+
+func (a *applied) apply(u schemas.ThrottleUpdate) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	a.updates = append(a.updates, u)
+}
+
+func (a *applied) count(ok func(schemas.ThrottleUpdate) bool) (n int) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	for _, u := range a.updates {
+		if ok(u) {
+			n++
+		}
+	}
+	return n
+}
+
+func snapshots(u schemas.ThrottleUpdate) bool { return u.Snapshot }
+
+// wire is a network between a gateway and NATS that can be cut.
+type wire struct {
+	ln   net.Listener
+	to   string
+	mu   sync.Mutex
+	cut  bool
+	open map[net.Conn]bool
+}
+
+func newWire(t *testing.T, url string) *wire {
+	ln, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	w := &wire{ln: ln, to: strings.TrimPrefix(url, "nats://"), open: map[net.Conn]bool{}}
+	var done sync.WaitGroup
+	done.Go(func() {
+		for {
+			in, err := ln.Accept()
+			if err != nil {
+				return
+			}
+			done.Go(func() { w.carry(in) })
+		}
+	})
+	t.Cleanup(func() {
+		_ = ln.Close()
+		w.setCut(true)
+		done.Wait()
+	})
+	return w
+}
+
+func (w *wire) url() string { return "nats://" + w.ln.Addr().String() }
+
+func (w *wire) carry(in net.Conn) {
+	defer in.Close()
+	out, err := net.Dial("tcp", w.to)
+	if err != nil {
+		return
+	}
+	defer out.Close()
+	w.mu.Lock()
+	if w.cut {
+		w.mu.Unlock()
+		return
+	}
+	w.open[in], w.open[out] = true, true
+	w.mu.Unlock()
+	var both sync.WaitGroup
+	for _, pair := range [][2]net.Conn{{in, out}, {out, in}} {
+		both.Go(func() {
+			_, _ = io.Copy(pair[0], pair[1])
+			_ = pair[0].Close()
+			_ = pair[1].Close()
+		})
+	}
+	both.Wait()
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	delete(w.open, in)
+	delete(w.open, out)
+}
+
+func (w *wire) setCut(cut bool) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.cut = cut
+	if cut {
+		for c := range w.open {
+			_ = c.Close()
+		}
+	}
+}
+
+func connect(t *testing.T, url string) *nats.Conn {
+	nc, err := natsx.Connect(natsx.Config{URL: url, RetryWait: 20 * time.Millisecond}, embeddedtest.Log(t), nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(nc.Close)
+	return nc
+}
+
+// start runs a feed until the test ends, and fails the test if it ends before.
+func start(t *testing.T, f *Feed) {
+	ctx, cancel := context.WithCancel(context.Background())
+	done := make(chan error, 1)
+	go func() { done <- f.Run(ctx) }()
+	t.Cleanup(func() {
+		cancel()
+		if err := <-done; err != nil {
+			t.Errorf("Run = %v, want nil after its context is done", err)
+		}
+	})
+}
+
+func eventually(t *testing.T, what string, ok func() bool) {
+	t.Helper()
+	for deadline := time.Now().Add(20 * time.Second); !ok(); time.Sleep(5 * time.Millisecond) {
+		if time.Now().After(deadline) {
+			t.Fatal("never happened: " + what)
+		}
+	}
+}
+
+func fast(cfg Config) Config {
+	cfg.Boot, cfg.Heartbeat, cfg.ClockEvery = "b1", 20*time.Millisecond, 20*time.Millisecond
+	cfg.RetryMin, cfg.RetryMax, cfg.Resync = 10*time.Millisecond, 50*time.Millisecond, time.Hour
+	return cfg
+}
+
+func newFeed(t *testing.T, cfg Config, nc *nats.Conn, apply func(schemas.ThrottleUpdate), status func() Status, log *slog.Logger) *Feed {
+	t.Helper()
+	f, err := New(cfg, nc, apply, status, nil, log)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return f
+}
+
+func isSynced() Status { return Status{Mode: enforcer.Synced, PolicyVersion: 77, Pending: 3} }
+
+func TestASnapshotIsAskedForUntilItIsAnswered(t *testing.T) {
+	srv := embeddedtest.NATS(t)
+	var got applied
+	// Nobody listens at first.
+	start(t, newFeed(t, fast(Config{Gateway: "g1"}), connect(t, srv.URL()), got.apply, isSynced, embeddedtest.Log(t)))
+	time.Sleep(50 * time.Millisecond)
+
+	c := newCentre(t, srv.URL())
+	c.setSnapshot(nil) // and then somebody who does not answer
+	eventually(t, "asked by a centre that came later", func() bool { c.mu.Lock(); defer c.mu.Unlock(); return c.asked >= 2 })
+	c.setSnapshot(&schemas.ThrottleUpdate{Gateways: 3, TTL: time.Minute, Snapshot: true})
+	eventually(t, "a snapshot applied", func() bool { return got.count(snapshots) > 0 })
+
+	// Once answered, it is left at that.
+	time.Sleep(50 * time.Millisecond) // requests under way
+	c.mu.Lock()
+	asked := c.asked
+	c.mu.Unlock()
+	time.Sleep(300 * time.Millisecond)
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.asked != asked {
+		t.Errorf("asked %d times more after the answer, want 0", c.asked-asked)
+	}
+}
+
+func TestASnapshotIsAskedForAgainNowAndThen(t *testing.T) {
+	srv := embeddedtest.NATS(t)
+	c := newCentre(t, srv.URL())
+	var got applied
+	cfg := fast(Config{Gateway: "g1"})
+	cfg.Resync = 20 * time.Millisecond
+	start(t, newFeed(t, cfg, connect(t, srv.URL()), got.apply, isSynced, embeddedtest.Log(t)))
+	eventually(t, "three snapshots", func() bool { return got.count(snapshots) >= 3 })
+	_ = c
+}
+
+func TestUpdatesOfOtherGatewaysAndRubbishAreIgnored(t *testing.T) {
+	srv := embeddedtest.NATS(t)
+	c := newCentre(t, srv.URL())
+	var got applied
+	reg := prometheus.NewRegistry()
+	m := NewMetrics(reg)
+	f, err := New(fast(Config{Gateway: "g1"}), connect(t, srv.URL()), got.apply, isSynced, m, embeddedtest.Log(t))
+	if err != nil {
+		t.Fatal(err)
+	}
+	start(t, f)
+	eventually(t, "a snapshot", func() bool { return got.count(snapshots) == 1 })
+	c.push("g2", &schemas.ThrottleUpdate{Gateways: 9, TTL: time.Minute})
+	for _, b := range [][]byte{[]byte("nonsense"), {}, {0xff, 0xfe}} {
+		if err := c.nc.Publish(schemas.ThrottlePrefix+"g1", b); err != nil {
+			t.Fatal(err)
+		}
+	}
+	share := schemas.Share{Rule: "contract", Key: "acme", Version: 5, RateNanos: 1e9, Burst: 2, LimitRateNanos: 3e9, LimitBurst: 6, Reason: "demand"}
+	c.push("g1", &schemas.ThrottleUpdate{Gateways: 2, TTL: time.Second, Shares: []schemas.Share{share}})
+	eventually(t, "the update", func() bool {
+		return got.count(func(u schemas.ThrottleUpdate) bool {
+			return len(u.Shares) == 1 && u.Shares[0] == share && u.Gateways == 2
+		}) == 1
+	})
+	if n := got.count(func(schemas.ThrottleUpdate) bool { return true }); n != 2 {
+		t.Errorf("%d updates applied, want 2: the snapshot and its own", n)
+	}
+	if n := testutil.ToFloat64(m.Updates.WithLabelValues("malformed")); n != 3 {
+		t.Errorf("%v malformed updates counted, want 3", n)
+	}
+}
+
+func TestHeartbeatsSayWhatTheGatewayIs(t *testing.T) {
+	srv := embeddedtest.NATS(t)
+	c := newCentre(t, srv.URL())
+	const skew = -3 * time.Second // the gateway is 3 s behind
+	cfg := fast(Config{Gateway: "g1", Version: "v1.2.3"})
+	cfg.Now = func() time.Time { return time.Now().Add(skew) }
+	start(t, newFeed(t, cfg, connect(t, srv.URL()), new(applied).apply, isSynced, embeddedtest.Log(t)))
+	eventually(t, "a heartbeat with a clock", func() bool { h, ok := c.lastBeat(); return ok && h.ClockKnown })
+	h, _ := c.lastBeat()
+	off := h.ClockOffset
+	h.ClockOffset, h.ClockError, h.SentAt = 0, 0, time.Time{}
+	want := schemas.Heartbeat{Gateway: "g1", Boot: "b1", PolicyVersion: 77, Mode: enforcer.Synced, ClockKnown: true, PendingReports: 3, Version: "v1.2.3"}
+	if h != want {
+		t.Errorf("heartbeat = %+v, want %+v", h, want)
+	}
+	// The offset is right within what it says of itself, which is never more than the exchange took.
+	h, _ = c.lastBeat()
+	if d := (off - -skew).Abs(); d > h.ClockError+time.Millisecond {
+		t.Errorf("offset %s ± %s, want %s: the centre is ahead", off, h.ClockError, -skew)
+	}
+	if d := time.Since(h.SentAt); d < 2*time.Second {
+		t.Errorf("sent %s ago by its stamp, want the gateway's own clock, %s behind", d, -skew)
+	}
+}
+
+func TestModeIsToldOncePerChange(t *testing.T) {
+	srv := embeddedtest.NATS(t)
+	newCentre(t, srv.URL())
+	var (
+		mu   sync.Mutex
+		mode = "isolated"
+	)
+	status := func() Status { mu.Lock(); defer mu.Unlock(); return Status{Mode: mode} }
+	set := func(m string) { mu.Lock(); defer mu.Unlock(); mode = m }
+	var out lines
+	log := slog.New(slog.NewTextHandler(&out, &slog.HandlerOptions{Level: slog.LevelInfo}))
+	m := NewMetrics(prometheus.NewRegistry())
+	m.Degraded = prometheus.NewGauge(prometheus.GaugeOpts{Name: "weir_degraded", ConstLabels: prometheus.Labels{"part": "throttle"}})
+	f, err := New(fast(Config{Gateway: "g1"}), connect(t, srv.URL()), new(applied).apply, status, m, log)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	done := make(chan error, 1)
+	go func() { done <- f.Run(ctx) }()
+	for i, step := range []struct {
+		mode     string
+		degraded float64
+	}{{"isolated", 1}, {"synced", 0}, {"stale", 1}, {"isolated", 1}, {"synced", 0}, {"stale", 1}} {
+		set(step.mode)
+		eventually(t, step.mode+" told", func() bool { return out.count("throttling with") == i+1 })
+		if got := testutil.ToFloat64(m.Degraded); got != step.degraded {
+			t.Errorf("in mode %s weir_degraded = %v, want %v", step.mode, got, step.degraded)
+		}
+	}
+	time.Sleep(10 * f.cfg.Heartbeat)
+	if n := out.count("throttling with"); n != 6 {
+		t.Errorf("%d lines about the mode, want 6, one per change:\n%s", n, out.String())
+	}
+	if n := out.count("level=ERROR"); n != 4 {
+		t.Errorf("%d of them are errors, want 4:\n%s", n, out.String())
+	}
+	cancel()
+	if err := <-done; err != nil {
+		t.Fatal(err)
+	}
+	if got := testutil.ToFloat64(m.Degraded); got != 0 {
+		t.Errorf("after the feed ended weir_degraded = %v, want 0", got)
+	}
+}
+
+// lines is a log that may be read while it is written.
+type lines struct {
+	mu sync.Mutex
+	b  bytes.Buffer
+}
+
+func (l *lines) Write(p []byte) (int, error) { l.mu.Lock(); defer l.mu.Unlock(); return l.b.Write(p) }
+func (l *lines) String() string              { l.mu.Lock(); defer l.mu.Unlock(); return l.b.String() }
+func (l *lines) count(s string) int          { return strings.Count(l.String(), s) }
+
+func TestTheFleetSizeOutlivesTheProcess(t *testing.T) {
+	srv := embeddedtest.NATS(t)
+	c := newCentre(t, srv.URL())
+	file := filepath.Join(t.TempDir(), "fleet")
+	cfg := fast(Config{Gateway: "g1", FleetFile: file})
+	start(t, newFeed(t, cfg, connect(t, srv.URL()), new(applied).apply, isSynced, embeddedtest.Log(t)))
+	for _, n := range []int{1, 3, 2} {
+		c.push("g1", &schemas.ThrottleUpdate{Gateways: n, TTL: time.Minute})
+		eventually(t, "the size kept", func() bool { got, err := ReadFleet(file); return err == nil && got == n })
+	}
+	if left, err := filepath.Glob(filepath.Join(filepath.Dir(file), ".fleet-*")); err != nil || len(left) > 0 {
+		t.Errorf("temporary files left: %v %v", left, err)
+	}
+}
+
+func TestReadFleet(t *testing.T) {
+	dir := t.TempDir()
+	if n, err := ReadFleet(filepath.Join(dir, "none")); n != 0 || err != nil {
+		t.Errorf("ReadFleet of no file = %d, %v, want 0, nil", n, err)
+	}
+	for text, want := range map[string]int{"3\n": 3, "12": 12, "": 0, "0": 0, "-1": 0, "3.5": 0, "many": 0, "99999999999": 0, "3\x00\x00": 0} {
+		file := filepath.Join(dir, "fleet")
+		if err := os.WriteFile(file, []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		if n, err := ReadFleet(file); n != want || (err == nil) != (want > 0) {
+			t.Errorf("ReadFleet of %q = %d, %v, want %d", text, n, err, want)
+		}
+	}
+}
+
+func TestBadNamesAreRefused(t *testing.T) {
+	for _, cfg := range []Config{{Gateway: "", Boot: "b"}, {Gateway: "a.b", Boot: "b"}, {Gateway: ">", Boot: "b"}, {Gateway: "g", Boot: "b c"}} {
+		if _, err := New(cfg, nil, nil, nil, nil, embeddedtest.Log(t)); err == nil {
+			t.Errorf("New(%+v) has no error", cfg)
+		}
+	}
+}
