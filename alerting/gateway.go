@@ -68,7 +68,6 @@ func (d *Detector) alive(g *gateway, boot string) {
 }
 
 func (g *gateway) heartbeat(h *schemas.Heartbeat, cfg *Config) {
-	g.life(h.Boot)
 	g.beats, g.mode, g.pending = true, h.Mode, h.PendingReports
 	g.gone = g.gone || h.Mode == modeStopped
 	g.clockKnown, g.offset, g.offsetError = h.ClockKnown, h.ClockOffset, h.ClockError
