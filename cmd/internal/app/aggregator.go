@@ -1,0 +1,170 @@
+package app
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"time"
+
+	"github.com/nats-io/nats.go"
+	natsjs "github.com/nats-io/nats.go/jetstream"
+
+	"github.com/weirhq/weir/aggregator"
+	"github.com/weirhq/weir/aggregator/clickhouse"
+	"github.com/weirhq/weir/aggregator/natscast"
+	"github.com/weirhq/weir/aggregator/redis"
+	"github.com/weirhq/weir/ingest/jetstream"
+	"github.com/weirhq/weir/internal/natsx"
+	"github.com/weirhq/weir/internal/run"
+	"github.com/weirhq/weir/schemas"
+)
+
+// Names of the durable consumers.
+const (
+	throttleConsumer = "throttle"
+	historyConsumer  = "history"
+	alertsConsumer   = "history-alerts"
+)
+
+// Aggregator is the centre: throttling over Redis and history over ClickHouse, neither waiting for the other.
+type Aggregator struct {
+	throttle *jetstream.Source[*schemas.Report]
+	history  *jetstream.Ledger[*schemas.Report]
+}
+
+// NewAggregator starts the centre on the stack. NATS must be there; Redis and ClickHouse may come later, but a wrong
+// password or a missing schema ends the process with one line that says so.
+func NewAggregator(ctx context.Context, s Servers, nc *nats.Conn, m *Metrics, stack *run.Stack, log *slog.Logger) (*Aggregator, error) {
+	js, err := natsjs.New(nc)
+	if err != nil {
+		return nil, fmt.Errorf("open JetStream: %w", err)
+	}
+	declare := func(ctx context.Context) error { return natsx.Declare(ctx, js, natsx.Storage{}) }
+	if err := declare(ctx); err != nil {
+		return nil, err
+	}
+	counter, err := redis.New(redis.Config{URL: s.Redis})
+	if err != nil {
+		return nil, err
+	}
+	store, err := clickhouse.Open(s.ClickHouse, log)
+	if err != nil {
+		return nil, errors.Join(err, counter.Close())
+	}
+	store.Metrics = m.store
+	stack.Defer("Redis client", counter.Close)
+	stack.Defer("ClickHouse client", store.Close)
+	recorder := clickhouse.NewRecorder(clickhouse.RecorderConfig{}, store, m.store, log)
+
+	agg := aggregator.New(aggregator.Config{OnPush: recordPushes(recorder)}, counter, natscast.New(nc), log, m.aggregator)
+	a := &Aggregator{}
+	if a.throttle, err = jetstream.NewSource(jetstream.Config{Name: throttleConsumer, Declare: declare}, nc, decodeReport, log, m.streams); err != nil {
+		return nil, err
+	}
+	if a.history, err = jetstream.NewLedger(jetstream.Config{Name: historyConsumer, Declare: declare}, nc, decodeReport, log, m.streams); err != nil {
+		return nil, err
+	}
+	alerts, err := jetstream.NewLedger(jetstream.Config{Name: alertsConsumer, Stream: schemas.AlertsStream, Declare: declare}, nc, decodeAlert, log, m.streams)
+	if err != nil {
+		return nil, err
+	}
+
+	stack.Go("recorder", func(ctx context.Context) error { recorder.Run(ctx); return nil })
+	stack.Go("history", func(ctx context.Context) error {
+		if err := await(ctx, "ClickHouse", log, store.Check, clickhouse.ErrUnreachable); err != nil {
+			return ignoreCancel(err)
+		}
+		return a.history.Consume(ctx, store.Reports)
+	})
+	stack.Go("history of alerts", func(ctx context.Context) error {
+		if err := await(ctx, "ClickHouse", log.With("consumer", alertsConsumer), store.Check, clickhouse.ErrUnreachable); err != nil {
+			return ignoreCancel(err)
+		}
+		return alerts.Consume(ctx, store.Alerts)
+	})
+	stack.Go("shares", agg.Run)
+	stack.Go("throttle", func(ctx context.Context) error {
+		remarks, err := counter.Check(ctx)
+		if err != nil {
+			log.Warn("Redis does not answer yet: gateways keep their last shares", "err", err)
+		}
+		for _, r := range remarks {
+			log.Warn("Redis", "remark", r)
+		}
+		return a.throttle.Consume(ctx, agg.Reports)
+	})
+	stack.Go("centre", natscast.NewServer(nc, recordedCentre{agg, recorder}, log, m.cast).Run)
+	return a, nil
+}
+
+// Ready says whether the centre reads the stream.
+func (a *Aggregator) Ready() error { return errors.Join(a.throttle.Ready(), a.history.Ready()) }
+
+func decodeReport(subject, contentType string, body []byte, arrived time.Time) (*schemas.Report, error) {
+	return schemas.DecodeReport(subject, contentType, body, arrived)
+}
+
+func decodeAlert(_, _ string, body []byte, _ time.Time) (*schemas.Alert, error) {
+	a, err := schemas.DecodeAlert(body)
+	if err != nil {
+		return nil, &schemas.Refusal{Reason: schemas.ReasonMalformed, Detail: err.Error()}
+	}
+	return a, nil
+}
+
+// recordedCentre keeps every heartbeat for the history.
+type recordedCentre struct {
+	*aggregator.Aggregator
+	recorder *clickhouse.Recorder
+}
+
+func (c recordedCentre) Heartbeat(h *schemas.Heartbeat, arrived time.Time) {
+	c.Aggregator.Heartbeat(h, arrived)
+	c.recorder.Gateway(clickhouse.GatewaySample{Time: arrived, Heartbeat: *h})
+}
+
+// recordPushes keeps every changed share for the history.
+func recordPushes(recorder *clickhouse.Recorder) func([]aggregator.PushedShare) {
+	return func(pushed []aggregator.PushedShare) {
+		for _, p := range pushed {
+			recorder.Throttle(clickhouse.ThrottleSample{Time: p.At, Gateway: p.Gateway,
+				ThrottleUpdate: &schemas.ThrottleUpdate{Shares: []schemas.Share{p.Share}}})
+		}
+	}
+}
+
+// awaitEvery is how often a server that is not there yet is looked for.
+const awaitEvery = 2 * time.Second
+
+// await calls check until it succeeds, as long as its error is retryable, and returns any other error.
+func await(ctx context.Context, what string, log *slog.Logger, check func(context.Context) error, retryable error) error {
+	for first := true; ; first = false {
+		err := check(ctx)
+		switch {
+		case err == nil:
+			if !first {
+				log.Info(what + " is there now")
+			}
+			return nil
+		case ctx.Err() != nil:
+			return ctx.Err()
+		case !errors.Is(err, retryable):
+			return err
+		case first:
+			log.Error(what+" is not there yet, trying on", "every", awaitEvery, "err", err)
+		}
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-time.After(awaitEvery):
+		}
+	}
+}
+
+func ignoreCancel(err error) error {
+	if errors.Is(err, context.Canceled) {
+		return nil
+	}
+	return err
+}

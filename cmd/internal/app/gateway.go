@@ -1,0 +1,165 @@
+package app
+
+import (
+	"context"
+	"crypto/rand"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/http"
+	"net/url"
+	"os"
+	"path/filepath"
+	"time"
+
+	"github.com/nats-io/nats.go"
+
+	"github.com/weirhq/weir/enforcer"
+	"github.com/weirhq/weir/enforcer/httpguard"
+	"github.com/weirhq/weir/enforcer/natsfeed"
+	"github.com/weirhq/weir/ingest"
+	"github.com/weirhq/weir/ingest/jetstream"
+	"github.com/weirhq/weir/internal/obs"
+	"github.com/weirhq/weir/internal/run"
+	"github.com/weirhq/weir/schemas"
+)
+
+// GatewayConfig says where a gateway stands. Name is required; another zero field means its default.
+type GatewayConfig struct {
+	Name      string           // last token of its subjects
+	Addr      string           // listener of the reverse proxy; none without one
+	CheckAddr string           // listener of the check API; none without one
+	Upstream  *url.URL         // required with Addr
+	Fleet     int              // gateways that share the limits, until the centre has said how many (1)
+	Data      string           // folder for the little that a gateway remembers; none without one
+	Now       func() time.Time // wall clock (time.Now)
+	Clock     func() int64     // monotonic clock of the buckets (enforcer.Monotonic)
+}
+
+// Gateway decides about requests and reports what it decided. It works, and is ready, whether NATS is there or not.
+type Gateway struct {
+	Name, Boot string
+	Guard      *httpguard.Guard
+	Addr       string // of the reverse proxy, empty without one
+	CheckAddr  string // of the check API, empty without one
+
+	enforcer *enforcer.Enforcer
+	reporter *ingest.Reporter
+}
+
+// NewGateway starts a gateway on the stack, over a connection that outlives it there.
+func NewGateway(cfg GatewayConfig, policy *Policy, nc *nats.Conn, m *Metrics, stack *run.Stack, log *slog.Logger) (*Gateway, error) {
+	if err := schemas.ValidName(cfg.Name); err != nil {
+		return nil, fmt.Errorf("gateway: %w", err)
+	}
+	log = log.With("gateway", cfg.Name)
+	if cfg.Now == nil {
+		cfg.Now = time.Now
+	}
+	if cfg.Clock == nil {
+		cfg.Clock = enforcer.Monotonic
+	}
+	fleetFile, fleet, err := lastFleet(cfg, log)
+	if err != nil {
+		return nil, err
+	}
+	g := &Gateway{Name: cfg.Name, Boot: rand.Text()}
+	g.enforcer = enforcer.New(enforcer.Config{Fleet: fleet, Clock: cfg.Clock})
+	policy.Enforce(g.enforcer)
+	pub, err := jetstream.NewPublisher(nc, cfg.Name, m.streams)
+	if err != nil {
+		return nil, err
+	}
+	g.reporter = ingest.New(ingest.Config{PolicyVersion: policy.Version, Clock: cfg.Clock}, cfg.Name, g.Boot, g.enforcer, pub, log, m.ingest)
+	g.Guard = httpguard.New(httpguard.Config{Now: cfg.Now, Clock: cfg.Clock, Mode: g.enforcer.Mode}, g.enforcer, policy.Current, g.reporter, m.guard, log)
+	feed, err := natsfeed.New(natsfeed.Config{Gateway: cfg.Name, Boot: g.Boot, Version: obs.Version(), FleetFile: fleetFile, Now: cfg.Now},
+		nc, g.enforcer.Apply, func() natsfeed.Status {
+			pending, _ := g.reporter.Pending()
+			return natsfeed.Status{Mode: g.enforcer.Mode(), PolicyVersion: policy.Version(), Pending: uint64(pending)}
+		}, m.feed, log)
+	if err != nil {
+		return nil, err
+	}
+	// Stopping goes the other way: requests end, then the last counts are reported.
+	stack.Go("reports of "+cfg.Name, g.reporter.Run)
+	stack.Go("throttle feed of "+cfg.Name, feed.Run)
+	if cfg.Addr != "" {
+		proxy := httpguard.Proxy(cfg.Upstream, httpguard.ProxyConfig{}, policy.Current, log)
+		if g.Addr, err = listen("gateway "+cfg.Name, cfg.Addr, g.Guard.Wrap(proxy), stack, log); err != nil {
+			return nil, err
+		}
+	}
+	if cfg.CheckAddr != "" {
+		mux := http.NewServeMux()
+		mux.Handle("/v1/check", g.Guard.CheckHandler())
+		if g.CheckAddr, err = listen("check API of "+cfg.Name, cfg.CheckAddr, mux, stack, log); err != nil {
+			return nil, err
+		}
+	}
+	return g, nil
+}
+
+// lastFleet is the file where the size of the fleet is kept, and the size to begin with.
+func lastFleet(cfg GatewayConfig, log *slog.Logger) (file string, fleet int, err error) {
+	fleet = max(cfg.Fleet, 1)
+	if cfg.Data == "" {
+		return "", fleet, nil
+	}
+	dir := filepath.Join(cfg.Data, "gateways", cfg.Name)
+	if err := os.MkdirAll(dir, 0o755); err != nil {
+		return "", 0, fmt.Errorf("make the folder of gateway %s: %w", cfg.Name, err)
+	}
+	file = filepath.Join(dir, "fleet")
+	known, err := natsfeed.ReadFleet(file)
+	if err != nil {
+		log.Warn("the last known size of the fleet is not used", "fleet", fleet, "err", err)
+	}
+	return file, max(known, fleet), nil
+}
+
+// Pending is what is sealed or gathered and not yet in the stream.
+func (g *Gateway) Pending() (reports int, requests uint64) { return g.reporter.Pending() }
+
+// Mode is the gateway's rung of the degradation ladder.
+func (g *Gateway) Mode() string { return g.enforcer.Mode() }
+
+// Ready says that the gateway can decide, which needs nobody else.
+func (g *Gateway) Ready() error {
+	if g.enforcer.Policy() == nil {
+		return errors.New("no policy in force")
+	}
+	return nil
+}
+
+// shutdownTimeout bounds how long requests in flight may hold up the end of a process.
+const shutdownTimeout = 5 * time.Second
+
+// listen serves h on addr; stopping waits for the requests in flight, for a bounded time. It returns the real address.
+func listen(name, addr string, h http.Handler, stack *run.Stack, log *slog.Logger) (string, error) {
+	ln, err := net.Listen("tcp", addr)
+	if err != nil {
+		return "", fmt.Errorf("%s: listen on %s: %w", name, addr, err)
+	}
+	srv := httpguard.Server(addr, h, log)
+	stack.Go(name, func(ctx context.Context) error {
+		idle := make(chan error, 1)
+		stop := context.AfterFunc(ctx, func() {
+			// The listener closes at once; the timeout is for requests in flight, which ctx must not cut off.
+			timeout, cancel := context.WithTimeout(context.WithoutCancel(ctx), shutdownTimeout)
+			defer cancel()
+			err := srv.Shutdown(timeout)
+			if err != nil {
+				log.Warn("requests in flight were cut off", "listener", name, "after", shutdownTimeout)
+				_ = srv.Close()
+			}
+			idle <- nil
+		})
+		if err := srv.Serve(ln); !errors.Is(err, http.ErrServerClosed) {
+			stop()
+			return fmt.Errorf("%s: %w", name, err)
+		}
+		return <-idle
+	})
+	return ln.Addr().String(), nil
+}

@@ -1,0 +1,47 @@
+package app
+
+import (
+	"github.com/prometheus/client_golang/prometheus"
+
+	"github.com/weirhq/weir/aggregator"
+	"github.com/weirhq/weir/aggregator/clickhouse"
+	"github.com/weirhq/weir/aggregator/natscast"
+	"github.com/weirhq/weir/alerting"
+	"github.com/weirhq/weir/enforcer/httpguard"
+	"github.com/weirhq/weir/enforcer/natsfeed"
+	"github.com/weirhq/weir/ingest"
+	"github.com/weirhq/weir/ingest/jetstream"
+	"github.com/weirhq/weir/internal/natsx"
+	"github.com/weirhq/weir/internal/obs"
+)
+
+// Metrics are all the metrics of one process. Every part of the process counts in the same ones.
+type Metrics struct {
+	Registry *prometheus.Registry
+	shared   *obs.Shared
+
+	nats       *natsx.Metrics
+	streams    *jetstream.Metrics
+	ingest     *ingest.Metrics
+	guard      *httpguard.Metrics
+	feed       *natsfeed.Metrics
+	aggregator *aggregator.Metrics
+	cast       *natscast.Metrics
+	store      *clickhouse.Metrics
+	alerting   *alerting.Metrics
+}
+
+// NewMetrics registers everything once, and gives each part its stage of weir_usage_units_total and its part of weir_degraded.
+func NewMetrics() *Metrics {
+	reg, shared := obs.Registry()
+	m := &Metrics{Registry: reg, shared: shared,
+		nats: natsx.NewMetrics(reg), streams: jetstream.NewMetrics(reg), ingest: ingest.NewMetrics(reg),
+		guard: httpguard.NewMetrics(reg), feed: natsfeed.NewMetrics(reg), aggregator: aggregator.NewMetrics(reg),
+		cast: natscast.NewMetrics(reg), store: clickhouse.NewMetrics(reg), alerting: alerting.NewMetrics(reg),
+	}
+	m.ingest.Admitted, m.ingest.Spooled, m.ingest.Acked = shared.Units("admitted"), shared.Units("spooled"), shared.Units("acked")
+	m.aggregator.Reconciled, m.store.Stored = shared.Units("reconciled"), shared.Units("stored")
+	m.nats.Degraded, m.streams.Degraded, m.ingest.Degraded = shared.Degraded("nats"), shared.Degraded("consumer"), shared.Degraded("ingest")
+	m.feed.Degraded, m.aggregator.Degraded, m.store.Degraded = shared.Degraded("centre"), shared.Degraded("redis"), shared.Degraded("clickhouse")
+	return m
+}
