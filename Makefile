@@ -26,7 +26,7 @@ run: libchdb build ## install what is missing, build, and run the whole pipeline
 test: servers ## install what is missing and run every test, real servers included, then again under the race detector
 	go test -timeout 10m ./...
 	@deploy/install-apt.sh gcc gcc libc6-dev
-	CGO_ENABLED=1 go test -race -timeout 15m $(RACE)
+	CGO_ENABLED=1 GORACE=atexit_sleep_ms=0 go test -race -timeout 15m $(RACE)
 
 .PHONY: test-short
 test-short: ## run the tests that need no server

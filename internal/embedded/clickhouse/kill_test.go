@@ -1,0 +1,53 @@
+package clickhouse
+
+import (
+	"context"
+	"fmt"
+	"math/rand/v2"
+	"sync"
+	"testing"
+	"time"
+)
+
+// A writer that retries with the same token and rows until it is told yes stores each batch once, whenever the server is killed.
+func TestKilledInMidInsert(t *testing.T) {
+	const batches, size, kills = 200, 200, 10
+	s := start(t, Config{Database: "weir"})
+	conn := open(t, s)
+	run(t, conn, usage+" SETTINGS non_replicated_deduplication_window = 10000")
+	seed := uint64(time.Now().UnixNano())
+	t.Logf("seed %d", seed)
+	random := rand.New(rand.NewPCG(seed, 0))
+
+	var wg sync.WaitGroup
+	stored := make(chan struct{})
+	wg.Go(func() {
+		defer close(stored)
+		for b := range batches {
+			for {
+				if err := insert(context.Background(), conn, rows(size, 3), token(fmt.Sprint(b))); err == nil {
+					break
+				}
+			}
+		}
+	})
+	n := 0
+	for done := false; !done && n < kills; n++ {
+		select {
+		case <-stored:
+			done = true
+		case <-time.After(time.Duration(random.IntN(60)) * time.Millisecond):
+			if err := s.Kill(); err != nil {
+				t.Fatal(err)
+			}
+			if err := s.Restart(); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	wg.Wait()
+	t.Logf("%d kills", n)
+	if got := number(t, conn, "SELECT count() FROM usage"); got != batches*size {
+		t.Fatalf("rows = %d after %d kills, want %d", got, n, batches*size)
+	}
+}
