@@ -192,3 +192,26 @@ func TestMask(t *testing.T) {
 		t.Errorf("Mask of no address = %s", got)
 	}
 }
+
+func BenchmarkRoute(b *testing.B) {
+	p := mustParse(b, routeHead+`
+  - {name: export, match: {methods: [GET], path: /report/export/**}}
+  - {name: orders, match: {path: /orders/**}}
+  - {name: item, match: {path: /v1/*/items/*}}
+`)
+	for _, c := range []struct{ name, path, want string }{
+		{"first", "/report/export/2026/11?full=1", "export"},
+		{"last", "/v1/shop/items/42", "item"},
+		{"escaped", "/v1//%73hop/./items/42", "item"},
+		{"none", "/static/css/site.css", OtherRoute},
+	} {
+		b.Run(c.name, func(b *testing.B) {
+			b.ReportAllocs()
+			for b.Loop() {
+				if got := p.Route("GET", c.path); got != c.want {
+					b.Fatalf("Route(%s) = %s, want %s", c.path, got, c.want)
+				}
+			}
+		})
+	}
+}
