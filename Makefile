@@ -30,7 +30,7 @@ test: servers ## install what is missing and run every test, real servers includ
 
 .PHONY: test-short
 test-short: ## run the tests that need no server
-	go test -timeout 5m $$(go list -test -f '{{.ImportPath}} {{join .Deps " "}}' ./... | grep '^[^ ]*\.test ' | grep -v weir/internal/embedded | sed 's/\.test .*//')
+	go test -timeout 5m $$(go list -test -f '{{.ImportPath}} {{join .Deps " "}}' ./... | grep '^[^ ]*\.test ' | grep -v -e weir/internal/embedded -e /cmd/e2e | sed 's/\.test .*//')
 
 .PHONY: build
 build: ## build bin/weir
