@@ -20,6 +20,7 @@ import (
 	"github.com/weirhq/weir/enforcer"
 	"github.com/weirhq/weir/internal/embedded/embeddedtest"
 	"github.com/weirhq/weir/internal/natsx"
+	"github.com/weirhq/weir/limits"
 	"github.com/weirhq/weir/schemas"
 )
 
@@ -459,4 +460,70 @@ func TestBadNamesAreRefused(t *testing.T) {
 			t.Errorf("New(%+v) has no error", cfg)
 		}
 	}
+}
+
+const hundred = `
+version: 1
+plans:
+  standard: {rate: 100/s, burst: 100}
+default_plan: standard
+rules:
+  - {name: guard, layer: guard, key: [], rate: 100000/s, burst: 100000}
+  - {name: contract, layer: contract, key: [tenant], limit: plan}
+`
+
+// share is a version of acme's part of its 100 per second.
+func share(version uint64, limit int64) *schemas.ThrottleUpdate {
+	return &schemas.ThrottleUpdate{Gateways: 2, TTL: time.Minute, Shares: []schemas.Share{{Rule: "contract", Key: "acme", Version: version,
+		RateNanos: limit * 1e9, Burst: limit, LimitRateNanos: 100e9, LimitBurst: 100, Reason: "demand"}}}
+}
+
+func TestB033APushMissedWhileCutOffIsMadeUpFor(t *testing.T) {
+	srv := embeddedtest.NATS(t)
+	c := newCentre(t, srv.URL())
+	p, err := limits.Parse("policy.yaml", []byte(hundred))
+	if err != nil {
+		t.Fatal(err)
+	}
+	e := enforcer.New(enforcer.Config{})
+	e.SetPolicy(p)
+	limit := func() int64 { return e.Check(enforcer.Monotonic(), &enforcer.Request{Tenant: "acme"}).Burst }
+
+	var got applied
+	apply := func(u schemas.ThrottleUpdate) { e.Apply(u); got.apply(u) }
+	all := func() int { return got.count(func(schemas.ThrottleUpdate) bool { return true }) }
+	w := newWire(t, srv.URL())
+	nc := connect(t, w.url())
+	start(t, newFeed(t, fast(Config{Gateway: "g1"}), nc, apply, func() Status { return Status{Mode: e.Mode()} }, embeddedtest.Log(t)))
+	eventually(t, "a snapshot", func() bool { return got.count(snapshots) > 0 })
+	c.push("g1", share(5, 100))
+	eventually(t, "version 5", func() bool { return limit() == 100 && all() == 2 })
+
+	w.setCut(true)
+	eventually(t, "cut off", func() bool { return !nc.IsConnected() })
+	c.push("g1", share(7, 10)) // nobody hears it
+	missed := share(7, 10)
+	missed.Snapshot = true
+	c.setSnapshot(missed)
+	time.Sleep(300 * time.Millisecond)
+	if n := all(); n != 2 || limit() != 100 {
+		t.Fatalf("cut off: %d updates applied and limit %d, want the 2 from before and 100", n, limit())
+	}
+
+	back := time.Now()
+	w.setCut(false)
+	eventually(t, "version 7 after the reconnect", func() bool { return limit() == 10 })
+	t.Logf("limit 10 is in force %s after the network came back", time.Since(back).Round(time.Millisecond))
+
+	for _, late := range []*schemas.ThrottleUpdate{share(6, 100), share(7, 100)} {
+		n := all()
+		c.push("g1", late)
+		eventually(t, "a late update heard", func() bool { return all() == n+1 })
+		if limit() != 10 {
+			t.Errorf("limit %d after version %d came late, want 10", limit(), late.Shares[0].Version)
+		}
+	}
+	// A centre that has restarted goes on counting where it was, and its next change wins.
+	newCentre(t, srv.URL()).push("g1", share(8, 20))
+	eventually(t, "version 8", func() bool { return limit() == 20 })
 }
