@@ -348,40 +348,47 @@ func (g *Guard) of(cc *compiled, layer, rule string) *ruleMetrics {
 	return g.ruleMetrics(layer, rule)
 }
 
-// sample observes how long the decision took and what it left of the rule that it names.
+// sample observes how long the decision took and what it left of the rule that it is about: the one that refused, else the
+// one with the fewest tokens left.
 func (g *Guard) sample(cc *compiled, d *enforcer.Decision, start time.Time) {
 	g.m.Seconds.Observe(g.cfg.Now().Sub(start).Seconds())
-	if d.Rule != "" && d.Burst > 0 && d.Remaining <= d.Burst {
-		g.of(cc, d.Layer, d.Rule).remaining.Observe(float64(d.Remaining) / float64(d.Burst))
+	if d.Burst <= 0 || d.Remaining > d.Burst {
+		return // unlimited, or nothing is admitted
+	}
+	for i := range int(d.N) {
+		s := d.Standing(i)
+		if s.Rule.Name == d.Rule || d.Allowed && s.Remaining == d.Remaining {
+			g.of(cc, s.Rule.Layer.String(), s.Rule.Name).remaining.Observe(float64(d.Remaining) / float64(d.Burst))
+			return
+		}
 	}
 }
 
 // setFields says where the caller stands with each of its rules. The guard's own state is nobody's business until it refuses,
 // or unless nothing else applies.
 func (c *call) setFields(h http.Header, d *enforcer.Decision, mode string) {
-	shown := func(s *enforcer.Standing) bool { return !s.Limit.Unlimited && s.Rule.Layer != limits.LayerGuard }
-	standings := d.Standings[:d.N]
-	policies, n := c.buf[:0], 0
-	for i := range standings {
-		if s := &standings[i]; shown(s) {
-			policies = appendPolicy(separate(policies, n), s.Rule.Name, *s.Limit, mode)
-			n++
+	var room [8]enforcer.Standing
+	shown := room[:0]
+	for i := range int(d.N) {
+		s := d.Standing(i)
+		if s.Limit.Unlimited {
+			continue
 		}
+		if len(shown) == 1 && shown[0].Rule.Layer == limits.LayerGuard {
+			shown = shown[:0]
+		}
+		shown = append(shown, s)
 	}
-	if n == 0 {
-		if d.N == 0 || standings[0].Limit.Unlimited {
-			return
-		}
-		c.set(h, standings[0].Rule.Name, *standings[0].Limit, standings[0].Remaining, 0, mode)
+	if len(shown) == 0 {
 		return
 	}
-	split, n := len(policies), 0
-	both := policies
-	for i := range standings {
-		if s := &standings[i]; shown(s) {
-			both = appendLimit(separate(both, n), s.Rule.Name, s.Remaining, 0)
-			n++
-		}
+	both := c.buf[:0]
+	for i, s := range shown {
+		both = appendPolicy(separate(both, i), s.Rule.Name, *s.Limit, mode)
+	}
+	split := len(both)
+	for i, s := range shown {
+		both = appendLimit(separate(both, i), s.Rule.Name, s.Remaining, 0)
 	}
 	c.put(h, both, split)
 }
@@ -429,8 +436,8 @@ func (g *Guard) refuse(w http.ResponseWriter, r *http.Request, cc *compiled, c *
 
 // ruleOf is the rule that refused, with the limit that the policy states.
 func ruleOf(cc *compiled, c *call, d *enforcer.Decision) (*limits.Rule, bucket.Limit) {
-	for i := range d.Standings[:d.N] {
-		if s := &d.Standings[i]; s.Rule.Name == d.Rule {
+	for i := range int(d.N) {
+		if s := d.Standing(i); s.Rule.Name == d.Rule {
 			return s.Rule, *s.Limit
 		}
 	}

@@ -140,8 +140,12 @@ func rateWords(r bucket.Rate) string {
 			return plural(n, "request") + " per " + u.name
 		}
 	}
-	if gap := r.Den / r.Num; r.Den%r.Num == 0 && gap%uint64(time.Second) == 0 {
-		return "1 request every " + waitWords(int64(gap/uint64(time.Second)))
+	if r.Den%r.Num == 0 {
+		for i := len(units) - 1; i >= 0; i-- {
+			if gap, per := r.Den/r.Num, uint64(units[i].per); gap%per == 0 {
+				return "1 request every " + plural(gap/per, units[i].name)
+			}
+		}
 	}
 	perSecond := float64(r.Num) / float64(r.Den) * float64(time.Second)
 	for _, u := range units {
