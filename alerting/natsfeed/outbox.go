@@ -1,0 +1,159 @@
+package natsfeed
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"strings"
+	"time"
+
+	"github.com/nats-io/nats.go"
+	"github.com/nats-io/nats.go/jetstream"
+
+	"github.com/weirhq/weir/alerting"
+	"github.com/weirhq/weir/schemas"
+)
+
+// outbox stores changes of alerts in their stream, each once. A change is decided when it is stored: until then it exists
+// only in memory, and after a crash the detector comes to it again. Storing says which message of the stream it follows, so
+// that it fails when there is one that this outbox does not know: a change of another alerter, or this very change, whose
+// acknowledgement was lost.
+type outbox struct {
+	js      jetstream.JetStream
+	det     *alerting.Detector
+	timeout time.Duration
+	log     *slog.Logger
+	m       *alerting.Metrics
+
+	seq     uint64                   // of the last message known
+	firing  map[string]schemas.Alert // as the stream has it, by dedup key
+	pending []schemas.Alert          // to be stored, in order
+}
+
+// learn reads what others stored since, or everything at the start.
+func (o *outbox) learn(ctx context.Context) error {
+	cons, err := o.js.OrderedConsumer(ctx, schemas.AlertsStream, jetstream.OrderedConsumerConfig{
+		DeliverPolicy: jetstream.DeliverByStartSequencePolicy, OptStartSeq: o.seq + 1})
+	if err != nil {
+		return fmt.Errorf("read %s: %w", schemas.AlertsStream, err)
+	}
+	if cons.CachedInfo().NumPending == 0 {
+		return o.check(ctx)
+	}
+	messages, err := cons.Messages()
+	if err != nil {
+		return fmt.Errorf("read %s: %w", schemas.AlertsStream, err)
+	}
+	defer messages.Stop()
+	for {
+		msg, err := messages.Next(jetstream.NextContext(ctx))
+		if err != nil {
+			return fmt.Errorf("read %s: %w", schemas.AlertsStream, err)
+		}
+		meta, err := msg.Metadata()
+		if err != nil {
+			return fmt.Errorf("read %s: %w", schemas.AlertsStream, err)
+		}
+		o.seq = meta.Sequence.Stream
+		if a, err := schemas.DecodeAlert(msg.Data()); err != nil {
+			o.log.Warn("alert in the stream ignored", "subject", msg.Subject(), "seq", o.seq, "err", err)
+		} else {
+			o.note(a)
+			o.det.Learn(a)
+		}
+		if meta.NumPending == 0 {
+			break
+		}
+	}
+	o.settle()
+	return nil
+}
+
+// check notes where a stream ends that has nothing new for us: its messages may have expired, or it is another one of that
+// name.
+func (o *outbox) check(ctx context.Context) error {
+	stream, err := o.js.Stream(ctx, schemas.AlertsStream)
+	if err != nil {
+		return fmt.Errorf("read %s: %w", schemas.AlertsStream, err)
+	}
+	if last := stream.CachedInfo().State.LastSeq; last < o.seq || stream.CachedInfo().State.Msgs == 0 {
+		o.seq = last
+	}
+	return nil
+}
+
+// settle drops what the stream says already.
+func (o *outbox) settle() {
+	left := o.pending[:0]
+	for _, a := range o.pending {
+		if _, firing := o.firing[a.DedupKey]; firing != (a.Type == schemas.AlertFiring) {
+			left = append(left, a)
+		}
+	}
+	o.pending = left
+}
+
+func (o *outbox) note(a *schemas.Alert) {
+	if a.Type == schemas.AlertFiring {
+		o.firing[a.DedupKey] = *a
+	} else {
+		delete(o.firing, a.DedupKey)
+	}
+}
+
+// lowSince is the beginning of the oldest episode of low tokens that lasts.
+func (o *outbox) lowSince() (since time.Time, ok bool) {
+	for _, a := range o.firing {
+		if a.Name == alerting.LowTokens && (!ok || a.StartsAt.Before(since)) {
+			since, ok = a.StartsAt, true
+		}
+	}
+	return since, ok
+}
+
+// flush stores what is pending, in order. What it could not store stays.
+func (o *outbox) flush(ctx context.Context) error {
+	for len(o.pending) > 0 {
+		if err := o.store(ctx, &o.pending[0]); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// store stores a, the first one pending, or learns that it is stored.
+func (o *outbox) store(ctx context.Context, a *schemas.Alert) error {
+	body, err := schemas.EncodeAlert(a)
+	if err != nil {
+		return fmt.Errorf("store alert %s: %w", a.DedupKey, err)
+	}
+	ctx, cancel := context.WithTimeout(ctx, o.timeout)
+	defer cancel()
+	msg := &nats.Msg{Subject: schemas.AlertPrefix + a.Severity, Data: body, Header: nats.Header{"Content-Type": {schemas.ContentJSON}}}
+	ack, err := o.js.PublishMsg(ctx, msg, jetstream.WithMsgID(alerting.MessageID(a)), jetstream.WithExpectLastSequence(o.seq))
+	switch {
+	case isWrongSequence(err):
+		return o.learn(ctx)
+	case err != nil:
+		return fmt.Errorf("store alert %s: %w", a.DedupKey, err)
+	}
+	o.seq = ack.Sequence
+	o.note(a)
+	kind := strings.TrimPrefix(a.Type, "weir.alert.")
+	o.m.Changes.WithLabelValues(a.Name, kind).Inc()
+	level := slog.LevelWarn
+	if kind == "resolved" {
+		level = slog.LevelInfo
+	}
+	o.log.Log(ctx, level, "alert "+kind, "alert", a.Name, "severity", a.Severity, "tenant", a.Tenant, "rule", a.Rule, "key", a.Key, "gateway", a.Gateway,
+		"summary", a.Summary, "value", a.Value, "threshold", a.Threshold, "since", a.StartsAt, "id", alerting.MessageID(a))
+	o.pending = o.pending[1:]
+	return nil
+}
+
+// isWrongSequence reports whether the stream has messages that the publisher does not know.
+func isWrongSequence(err error) bool {
+	e, ok := errors.AsType[*jetstream.APIError](err)
+	return ok && (e.ErrorCode == jetstream.JSErrCodeStreamWrongLastSequence || e.ErrorCode == jetstream.JSErrCodeStreamWrongLastSequenceConstant)
+}
