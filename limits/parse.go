@@ -32,6 +32,11 @@ const (
 
 // Parse reads a policy from the text of one file. Every mistake is reported at once, as joined *[Error] values that begin with
 // name and a line number. A policy is strict: unknown keys, duplicates, anchors, aliases and tags are mistakes.
+//
+// A rate is N/PERIOD, where N is a whole number, a decimal or a fraction (10/13/s is ten thirteenths of a token per second; the
+// last slash counts) and PERIOD is s, m, h, d or a number of them (15s, 1h30m, 7d). The rate 0 denies everything, the word
+// unlimited nothing; both make the burst of no account. A burst is 1 to 1e9 tokens, and where it is not given, as many as the
+// rate gives in a second, rounded up. A tenant's own rate and burst each replace that of its plan.
 func Parse(name string, data []byte) (*Policy, error) {
 	return build([]source{{name, data}})
 }
