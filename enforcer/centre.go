@@ -114,20 +114,20 @@ func (e *Enforcer) give(v *view, r *rule, q *Request, text string, version uint6
 	sh := &e.shards[h%shardN]
 	sh.mu.Lock()
 	defer sh.mu.Unlock()
-	_, ent := v.entryFor(r, q.Tenant)
+	idx := v.entryFor(r, q.Tenant)
+	ent := v.entry(idx)
 	given, ok := shareOf(ent.whole, rateNanos, burst, limitRateNanos, limitBurst)
 	if !ok {
 		return
 	}
-	g, at := e.enterLocked(sh, v, r, h, h2, q.Tenant, []byte(text), now)
-	s := &g.slots[at]
+	_, s, _ := e.enterLocked(sh, v, r, h, h2, q.Tenant, []byte(text), now)
 	w, _ := s.lock()
-	defer func() { s.word.Store(w) }()
+	defer func() { s.unlock(w) }()
 	if s.lim&shareFlag == 0 {
 		lim, _ := e.limit(v, sh, s, r, q.Tenant, now)
 		held := *lim
 		s.lim = sh.newShare()
-		*sh.share(s.lim) = share{version: version, given: given, now: held, entry: ent, gen: v.gen}
+		*sh.share(s.lim) = share{version: version, given: given, now: held, entry: ent, idx: idx, gen: v.gen}
 	} else {
 		c := sh.share(s.lim)
 		if version <= c.version {
@@ -220,14 +220,14 @@ func (e *Enforcer) collect(sh *shard, now int64, all bool, out []Bucket) []Bucke
 
 // report appends one bucket and marks it reported. sh.mu is held.
 func (e *Enforcer) report(v *view, sh *shard, g *segment, s *slot, now int64, out []Bucket) []Bucket {
-	inc, id, text := g.key(s)
+	inc, id, text := g.key(s.ref)
 	r := v.byID[id]
 	key := string(text)
 	b := Bucket{Key: key, Incarnation: inc}
 	var lim, whole bucket.Limit
 	w, _ := s.lock()
 	if w&(touched|hot) == 0 { // reported since it was put on the list
-		s.word.Store(w)
+		s.unlock(w)
 		return out
 	}
 	if r != nil { // else the rule is gone from the policy, and what it did last goes out without limits
@@ -237,8 +237,8 @@ func (e *Enforcer) report(v *view, sh *shard, g *segment, s *slot, now int64, ou
 		}
 		b.Tenant = tenant
 		if known || !r.src.ByPlan || v.current(s.lim) {
-			l, wh := e.limit(v, sh, s, r, tenant, now)
-			lim, whole = *l, *wh
+			l, idx := e.limit(v, sh, s, r, tenant, now)
+			lim, whole = *l, v.entry(idx).whole
 		}
 	}
 	level := s.state().Level(lim, now)
@@ -253,7 +253,7 @@ func (e *Enforcer) report(v *view, sh *shard, g *segment, s *slot, now int64, ou
 	b.TokensMin, b.TokensLast = int64(s.min), level.Tokens
 	b.Window = time.Duration(uint32(now/1e6)-s.reported) * time.Millisecond
 	s.refused, s.min, s.reported = 0, uint32(level.Tokens), uint32(now/1e6)
-	s.word.Store(w &^ (touched | hot))
+	s.unlock(w &^ (touched | hot))
 
 	last := v.known[id]
 	b.Rule, b.Layer, b.Mode = last.src.Name, last.layer, last.src.Mode.String()

@@ -38,27 +38,34 @@ type Request struct {
 }
 
 // Reason says why a request was refused.
-type Reason string
+type Reason uint8
 
-// The reasons. The empty one is that of a request that was allowed.
+// The reasons. The zero one is that of a request that was allowed.
 const (
-	ReasonLimit    Reason = "limit"     // the rule's bucket has too few tokens
-	ReasonDenied   Reason = "denied"    // the rule's limit admits nothing
-	ReasonCost     Reason = "cost"      // the cost is above what the rule's bucket holds when full, or negative
-	ReasonNoPolicy Reason = "no-policy" // there is no policy yet
+	ReasonNone     Reason = iota
+	ReasonLimit           // the rule's bucket has too few tokens
+	ReasonDenied          // the rule's limit admits nothing
+	ReasonCost            // the cost is above what the rule's bucket holds when full, or negative
+	ReasonNoPolicy        // there is no policy yet
 )
+
+// String is the reason in a word, empty for none.
+func (r Reason) String() string {
+	return [...]string{"", "limit", "denied", "cost", "no-policy"}[r]
+}
 
 // Standing is how a request left one rule's bucket.
 type Standing struct {
 	Rule      *limits.Rule
 	Limit     *bucket.Limit // the stated limit, of which this gateway may enforce a share; never changes
-	Remaining int64         // tokens left here
+	Remaining int64         // tokens left here; math.MaxInt64 when unlimited
 }
 
 // Decision is the answer to one request.
 type Decision struct {
 	Allowed     bool
 	Reason      Reason        // why not
+	N           uint8         // how many rules Standing can tell of
 	Rule, Layer string        // that refused; empty when allowed
 	RetryIn     time.Duration // 0 when allowed; else the shortest wait after which that rule would admit the same; bucket.Never if none
 	Remaining   int64         // tokens left in that rule's bucket; when allowed, in the one that has fewest
@@ -66,8 +73,27 @@ type Decision struct {
 	Rate        bucket.Rate   // and its rate
 	Shadow      []string      // shadow rules that would have refused; shared, do not change
 
-	Standings [8]Standing // the first N are the rules that were asked, in order
-	N         int
+	view      *view
+	standings [8]uint64 // tokens left, entry and rule, in few bits: every check clears and copies them
+}
+
+const (
+	standingEntry = 32
+	standingRule  = standingEntry + genShift
+)
+
+// Standing tells of the rules that were asked, in order. i is below N.
+func (d *Decision) Standing(i int) Standing {
+	x := d.standings[:d.N][i]
+	s := Standing{
+		Rule:      d.view.rules[x>>standingRule].src,
+		Limit:     &d.view.entry(uint32(x>>standingEntry) & (entryLimit - 1)).whole,
+		Remaining: int64(uint32(x)),
+	}
+	if uint32(x) == math.MaxUint32 {
+		s.Remaining = math.MaxInt64
+	}
+	return s
 }
 
 // Update is a throttle update from the centre.
@@ -141,8 +167,7 @@ func (e *Enforcer) change(p *limits.Policy, now int64) {
 	v := e.compile(p, e.fleet, e.view.Load(), now)
 	for _, r := range v.byID {
 		if r != nil && r.pool != nil {
-			_, ent := v.entryFor(r, "")
-			r.pool.restate(ent, now)
+			r.pool.restate(v.entry(v.entryFor(r, "")), now)
 		}
 	}
 	e.view.Store(v)
@@ -169,74 +194,70 @@ func (e *Enforcer) Check(now int64, q *Request) (d Decision) {
 		d.Reason, d.RetryIn = ReasonNoPolicy, bucket.Never
 		return d
 	}
-	var credits [4]credit // of the first pools
-	pools := 0
-	d.Remaining = math.MaxInt64
+	d.view, d.Allowed, d.Remaining = v, true, math.MaxInt64
+	var first credit // of the first pool
 	for i, r := range v.checks {
-		if !r.applies(q.Route) {
+		if len(r.routes) > 0 && !r.applies(q.Route) {
 			continue
 		}
 		var ok bool
 		if r.pool != nil {
 			var c credit
-			ok, c = e.takePool(v, r, q, now, &d)
-			if pools < len(credits) {
-				credits[pools] = c
-				pools++
+			if ok, c = e.takePool(v, r, q, now, &d); first.stripe == nil {
+				first = c
 			}
 		} else {
-			ok = e.take(v, r, q, now, &d, false)
+			ok = e.take(v, r, q, now, &d)
 		}
 		if !ok {
-			e.putBack(v, i, q, now, &credits)
+			e.putBack(v.checks[:i], v, q, now, first)
 			return d
 		}
 	}
-	d.Allowed = true
+	if len(v.shadows) > 0 {
+		e.askShadows(v, q, now, &d)
+	}
+	return d
+}
+
+func (e *Enforcer) askShadows(v *view, q *Request, now int64, d *Decision) {
 	for _, r := range v.shadows {
 		if !r.applies(q.Route) {
 			continue
 		}
-		var so Decision // not what the caller hears
+		var own Decision // not what the caller hears
 		ok := false
 		if r.pool != nil {
-			ok, _ = e.takePool(v, r, q, now, &so)
+			ok, _ = e.takePool(v, r, q, now, &own)
 		} else {
-			ok = e.take(v, r, q, now, &so, true)
+			ok = e.take(v, r, q, now, &own)
 		}
 		if !ok {
 			d.Shadow = r.names(d.Shadow)
 		}
 	}
-	return d
 }
 
-// putBack gives back what the first rules of v.checks took.
-func (e *Enforcer) putBack(v *view, rules int, q *Request, now int64, credits *[4]credit) {
+// putBack gives back what rules took. first is the credit of the first pool among them that had one.
+func (e *Enforcer) putBack(rules []*rule, v *view, q *Request, now int64, first credit) {
 	if q.Cost <= 0 {
 		return
 	}
-	pools := 0
-	for _, r := range v.checks[:rules] {
+	for _, r := range rules {
 		switch {
 		case !r.applies(q.Route):
 		case r.pool != nil:
-			var c credit
-			if pools < len(credits) {
-				c = credits[pools]
-				pools++
-			}
-			r.pool.put(q.Cost, c)
+			r.pool.put(q.Cost, first)
 		default:
 			e.put(v, r, q, now)
 		}
 	}
 }
 
-// note writes one rule's answer into the decision.
-func (d *Decision) note(r *rule, b bucket.Decision, n int64, lim, whole *bucket.Limit) {
-	if d.N < len(d.Standings) {
-		d.Standings[d.N] = Standing{r.src, whole, b.Remaining}
+// note writes one rule's answer into the decision. idx is the entry that lim came from.
+func (d *Decision) note(r *rule, b *bucket.Decision, n int64, lim *bucket.Limit, idx uint32) {
+	if int(d.N) < len(d.standings) {
+		d.standings[d.N] = uint64(min(b.Remaining, math.MaxUint32)) | uint64(idx)<<standingEntry | uint64(r.pos)<<standingRule
 		d.N++
 	}
 	if b.Allowed && b.Remaining >= d.Remaining {
@@ -244,99 +265,118 @@ func (d *Decision) note(r *rule, b bucket.Decision, n int64, lim, whole *bucket.
 	}
 	d.Remaining, d.Burst, d.Rate = b.Remaining, lim.Burst, lim.Rate
 	if !b.Allowed {
-		d.Rule, d.Layer = r.src.Name, r.layer
-		d.RetryIn = b.RetryIn
-		switch {
-		case lim.Burst == 0 && !lim.Unlimited:
-			d.Reason = ReasonDenied
-		case n < 0 || n > lim.Burst:
-			d.Reason = ReasonCost
-		default:
-			d.Reason = ReasonLimit
-		}
+		d.refuse(r, b, n, lim)
+	}
+}
+
+func (d *Decision) refuse(r *rule, b *bucket.Decision, n int64, lim *bucket.Limit) {
+	d.Allowed, d.Rule, d.Layer, d.RetryIn = false, r.src.Name, r.layer, b.RetryIn
+	switch {
+	case lim.Burst == 0 && !lim.Unlimited:
+		d.Reason = ReasonDenied
+	case n < 0 || n > lim.Burst:
+		d.Reason = ReasonCost
+	default:
+		d.Reason = ReasonLimit
 	}
 }
 
 func (e *Enforcer) takePool(v *view, r *rule, q *Request, now int64, d *Decision) (bool, credit) {
 	b, c := r.pool.take(e, now, q.Cost)
-	_, ent := v.entryFor(r, "")
-	d.note(r, b, q.Cost, &ent.limit, &ent.whole)
+	idx := v.entryFor(r, "")
+	d.note(r, &b, q.Cost, &v.entry(idx).limit, idx)
 	return b.Allowed, c
 }
 
 // take asks the bucket of q's key, and spends if it may.
-func (e *Enforcer) take(v *view, r *rule, q *Request, now int64, d *Decision, shadow bool) bool {
+func (e *Enforcer) take(v *view, r *rule, q *Request, now int64, d *Decision) bool {
 	h, h2 := e.hash(r, q)
 	sh := &e.shards[h%shardN]
-	n := q.Cost
-	var g *segment
-	var s *slot
+	g := sh.seg.Load()
+	s, at := g.find(h, h2)
 	var w uint32
-	var at int
+	ok := s != nil
+	if ok {
+		w, ok = s.lock()
+	}
+	if !ok {
+		if g, s, at, w = e.lock(sh, v, r, q, h, h2, now); s == nil { // a peek at a key that nobody spent from: it is full
+			idx := v.entryFor(r, q.Tenant)
+			lim := &v.entry(idx).limit
+			b := bucket.Full(*lim, now)
+			bd := b.Take(*lim, now, 0)
+			d.note(r, &bd, 0, lim, idx)
+			return bd.Allowed
+		}
+	}
+	n := q.Cost
+	lim, idx := e.limit(v, sh, s, r, q.Tenant, now)
+	b := s.state()
+	bd := b.Take(*lim, now, n)
+	if !bd.Allowed {
+		return e.refused(sh, g, s, at, w, r, n, lim, idx, &bd, d)
+	}
+	signal := false
+	if n > 0 {
+		s.set(b)
+		s.cum += uint64(n)
+		s.taken = int32(min(int64(s.taken)+min(n, math.MaxInt32), math.MaxInt32))
+		s.min = min(s.min, s.tokens)
+		w |= touched
+		if w&hot == 0 && !lim.Unlimited {
+			unknown := v.fleet > 1 && !r.local && s.lim&shareFlag == 0
+			if unknown || int64(s.tokens)*4 <= lim.Burst {
+				w |= hot
+				sh.heat(g, at)
+				signal = unknown && int64(s.tokens)*2 <= lim.Burst
+			}
+		}
+	}
+	d.note(r, &bd, n, lim, idx)
+	s.unlock(w)
+	if signal {
+		e.signal()
+	}
+	return true
+}
+
+// refused counts a refusal in a locked slot, and unlocks it. It returns false.
+func (e *Enforcer) refused(sh *shard, g *segment, s *slot, at int, w uint32, r *rule, n int64, lim *bucket.Limit, idx uint32, bd *bucket.Decision, d *Decision) bool {
+	signal := s.refused == 0 && n > 0
+	s.refused = uint32(min(uint64(s.refused)+uint64(max(n, 0)), math.MaxUint32))
+	if !lim.Unlimited {
+		s.min = min(s.min, uint32(bd.Remaining))
+	}
+	if w&hot == 0 {
+		sh.heat(g, at)
+	}
+	d.note(r, bd, n, lim, idx)
+	s.unlock(w | touched | hot)
+	if signal {
+		e.signal()
+	}
+	return false
+}
+
+// lock finds and locks the slot of a key, entering it if need be, and whatever moves meanwhile. A peek enters nothing: its slot
+// may be nil.
+func (e *Enforcer) lock(sh *shard, v *view, r *rule, q *Request, h uint64, h2 uint32, now int64) (*segment, *slot, int, uint32) {
 	for {
-		g = sh.seg.Load()
-		at = g.find(h, h2)
-		if at < 0 {
-			if n == 0 { // a key that nobody spent from is full
-				_, ent := v.entryFor(r, q.Tenant)
-				b := bucket.Full(ent.limit, now)
-				bd := b.Take(ent.limit, now, 0)
-				d.note(r, bd, n, &ent.limit, &ent.whole)
-				return bd.Allowed
+		g := sh.seg.Load()
+		s, at := g.find(h, h2)
+		if s == nil {
+			if q.Cost == 0 {
+				return g, nil, 0, 0
 			}
 			var buf [MaxKeyBytes + 64]byte
-			g, at = e.enter(sh, v, r, h, h2, q.Tenant, appendKey(buf[:0], r.dims, q), now)
+			g, s, at = e.enter(sh, v, r, h, h2, q.Tenant, appendKey(buf[:0], r.dims, q), now)
 		}
-		s = &g.slots[at]
-		var ok bool
-		if w, ok = s.lock(); ok {
-			break
+		if w, ok := s.lock(); ok {
+			return g, s, at, w
 		}
 		sh.mu.Lock() // until the rebuild is done
 		sh.mu.Unlock()
 	}
-	lim, whole := e.limit(v, sh, s, r, q.Tenant, now)
-	b := s.state()
-	bd := b.Take(*lim, now, n)
-	signal := false
-	if bd.Allowed {
-		if n > 0 {
-			s.set(b)
-			s.cum += uint64(n)
-			if n > math.MaxInt32-int64(max(s.taken, 0)) {
-				s.taken = math.MaxInt32
-			} else {
-				s.taken += int32(n)
-			}
-			s.min = min(s.min, s.tokens)
-			w |= touched
-			if w&hot == 0 && !lim.Unlimited {
-				unknown := v.fleet > 1 && !r.local && s.lim&shareFlag == 0
-				if unknown || int64(s.tokens)*4 <= lim.Burst {
-					w |= hot
-					sh.heat(g, at)
-					signal = unknown && int64(s.tokens)*2 <= lim.Burst
-				}
-			}
-		}
-	} else {
-		signal = s.refused == 0 && n > 0
-		s.refused = uint32(min(uint64(s.refused)+uint64(max(n, 0)), math.MaxUint32))
-		if !lim.Unlimited {
-			s.min = min(s.min, uint32(bd.Remaining))
-		}
-		w |= touched
-		if w&hot == 0 {
-			w |= hot
-			sh.heat(g, at)
-		}
-	}
-	d.note(r, bd, n, lim, whole)
-	s.word.Store(w)
-	if signal {
-		e.signal()
-	}
-	return bd.Allowed
 }
 
 // put gives back what take took for q.
@@ -345,11 +385,10 @@ func (e *Enforcer) put(v *view, r *rule, q *Request, now int64) {
 	sh := &e.shards[h%shardN]
 	for {
 		g := sh.seg.Load()
-		at := g.find(h, h2)
-		if at < 0 {
+		s, _ := g.find(h, h2)
+		if s == nil {
 			return // evicted meanwhile, and so full
 		}
-		s := &g.slots[at]
 		w, ok := s.lock()
 		if !ok {
 			sh.mu.Lock()
@@ -364,7 +403,7 @@ func (e *Enforcer) put(v *view, r *rule, q *Request, now int64) {
 		s.set(b)
 		s.cum -= uint64(q.Cost)
 		s.taken = int32(max(int64(s.taken)-q.Cost, math.MinInt32))
-		s.word.Store(w)
+		s.unlock(w)
 		return
 	}
 }

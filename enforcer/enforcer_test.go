@@ -84,8 +84,8 @@ func TestTheFunnelNamesTheFirstRefusalAndARefusalTakesNothing(t *testing.T) {
 	e, _ := build(enforcer.Config{}, funnel(t))
 	left := func(tenant string) (l []int64) {
 		d := e.Check(0, &enforcer.Request{Tenant: tenant, Route: "export"})
-		for _, s := range d.Standings[:d.N] {
-			l = append(l, s.Remaining)
+		for i := range int(d.N) {
+			l = append(l, d.Standing(i).Remaining)
 		}
 		return l
 	}

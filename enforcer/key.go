@@ -45,6 +45,11 @@ const shortKey = MaxKeyBytes/3 - 8
 // hash returns the two halves of the fingerprint of q's key under r. Each value is hashed on its own, so that the place where
 // one ends and the next begins counts.
 func (e *Enforcer) hash(r *rule, q *Request) (h uint64, h2 uint32) {
+	if len(r.dims) == 1 {
+		if s := q.value(r.dims[0]); len(s) <= shortKey {
+			return mix(r.salt, maphash.String(e.seed, s)), uint32(mix(r.salt2, maphash.String(e.seed2, s)) >> 32)
+		}
+	}
 	a, b, size := r.salt, r.salt2, 0
 	for i := range r.dims {
 		s := q.value(r.dims[i])

@@ -5,22 +5,25 @@ import (
 	"math"
 	"math/bits"
 	"runtime"
+	"slices"
 	"sync"
 	"sync/atomic"
+	"unsafe"
 
 	"github.com/weirhq/weir/enforcer/bucket"
 )
 
 // The table holds the bucket of every live key. It is cut into shards by hash. A shard's segment is one array of slots, one
-// cache line each and free of pointers, so that a million of them cost the collector nothing; one byte of tag per slot, eight
-// to a word, tells which lines are worth looking at (the layout is that of Abseil's Swiss tables); and a slab holds the keys'
-// text, which only reports read. A key is recognised by 92 bits of hash under seeds that no caller knows.
+// cache line each and free of pointers, so that a million of them cost the collector nothing. Two keys in three are in the slot
+// that their hash points to. For the others one byte of tag per slot, eight to a word, tells which lines are worth looking at
+// (the layout is that of Abseil's Swiss tables). A slab holds the keys' text, which only reports read. A key is recognised by
+// 92 bits of hash under seeds that no caller knows.
 //
 // A decision takes no lock but the bit in its own slot, held for the arithmetic. New keys are entered under the shard's mutex.
 // The one operation that grows, evicts and compacts is rebuild: it moves a segment of a few thousand slots to a new one.
 
 const (
-	shardBits = 9
+	shardBits = 8
 	shardN    = 1 << shardBits
 	groupLen  = 8            // slots per word of tags
 	groupMax  = groupLen - 1 // a segment is rebuilt when it holds this many per group, on average
@@ -46,10 +49,10 @@ const (
 	entryLimit = 1 << genShift
 )
 
-// slot is one bucket. fp and ref are written before the slot is published and never again; word is atomic; everything else
-// belongs to whoever has set locked in word.
+// slot is one bucket. fp is written last when a key enters, and never again, nor is ref; word is atomic; everything else belongs
+// to whoever has set locked in word.
 type slot struct {
-	fp       uint64
+	fp       atomic.Uint64 // 0 in a free slot
 	word     atomic.Uint32
 	lim      uint32 // the limit that tokens and rem are counted in
 	ref      uint32 // of the key in the slab
@@ -69,18 +72,23 @@ func (s *slot) state() bucket.State {
 
 func (s *slot) set(b bucket.State) { s.tokens, s.rem, s.at = uint32(b.Tokens), b.Rem, b.At }
 
-// lock sets the lock bit and returns the word as it was, or false if the slot has moved. The holder unlocks by storing the word.
+// lock sets the lock bit and returns the word as it was, or false if the slot has moved.
 func (s *slot) lock() (uint32, bool) {
+	w := s.word.Load()
+	if w&(locked|moved) == 0 && s.word.CompareAndSwap(w, w|locked) {
+		return w, true
+	}
+	return s.wait()
+}
+
+func (s *slot) wait() (uint32, bool) {
 	for spin := 1; ; spin++ {
 		w := s.word.Load()
-		if w&(locked|moved) == 0 {
-			if s.word.CompareAndSwap(w, w|locked) {
-				return w, true
-			}
-			continue
-		}
 		if w&moved != 0 {
 			return w, false
+		}
+		if w&locked == 0 && s.word.CompareAndSwap(w, w|locked) {
+			return w, true
 		}
 		if spin%64 == 0 { // its holder was most likely descheduled
 			runtime.Gosched()
@@ -88,62 +96,96 @@ func (s *slot) lock() (uint32, bool) {
 	}
 }
 
+// unlock ends what lock began. w is the word that lock returned, with flags set or cleared.
+func (s *slot) unlock(w uint32) { release(&s.word, w) }
+
 type segment struct {
-	tags   []atomic.Uint64
-	slots  []slot
-	hot    []atomic.Uint64 // one bit per slot
-	groups uint64
-	n      int    // slots in use; guarded by shard.mu
-	slab   []byte // per key: incarnation, rule, length, text; guarded by shard.mu
+	first *slot          // slots, for find: one cache line of this struct and no bounds to check
+	tag   *atomic.Uint64 // tags
+	size  uint64         // number of slots, a multiple of groupLen
+
+	slots []slot
+	tags  []atomic.Uint64
+	hot   []atomic.Uint64 // one bit per slot
+	n     int             // slots in use; guarded by shard.mu
+	slab  []byte          // per key: incarnation, rule, length, text; guarded by shard.mu
 }
 
 func newSegment(live, slab int) *segment {
 	groups := max(1, (live*9/8+groupMax)/groupMax)
-	return &segment{
-		tags:   make([]atomic.Uint64, groups),
-		slots:  make([]slot, groups*groupLen),
-		hot:    make([]atomic.Uint64, (groups*groupLen+63)/64),
-		groups: uint64(groups),
-		slab:   make([]byte, 1, slab+slab/8+64), // no key is at 0
+	g := &segment{
+		tags:  make([]atomic.Uint64, groups),
+		slots: make([]slot, groups*groupLen),
+		hot:   make([]atomic.Uint64, (groups*groupLen+63)/64),
+		size:  uint64(groups * groupLen),
+		slab:  make([]byte, 1, slab+slab/8+64), // no key is at 0
 	}
+	g.first, g.tag = &g.slots[0], &g.tags[0]
+	return g
 }
 
-func home(h, groups uint64) uint64 {
-	g, _ := bits.Mul64(h, groups) // the top bits of h, scaled: any number of groups will do
-	return g
+// full says whether the next key needs a rebuild first. shard.mu is held.
+func (g *segment) full() bool {
+	return g.n >= len(g.tags)*groupMax || len(g.slab) > math.MaxUint32-1024
+}
+
+// at returns slot n, which must be below size.
+func (g *segment) at(n uint64) *slot {
+	return (*slot)(unsafe.Add(unsafe.Pointer(g.first), n*uint64(unsafe.Sizeof(slot{}))))
+}
+
+func (g *segment) tagsAt(group uint64) uint64 {
+	return (*atomic.Uint64)(unsafe.Add(unsafe.Pointer(g.tag), group*8)).Load()
+}
+
+// home returns the slot that h points to: its top bits, scaled, so that a segment may have any size.
+func (g *segment) home(h uint64) uint64 {
+	n, _ := bits.Mul64(h, g.size)
+	return n
 }
 
 func tagOf(h uint64) uint64 { return h>>shardBits&0x7f | tagBit }
 
-// find returns the number of the slot of a key, or -1.
-func (g *segment) find(h uint64, h2 uint32) int {
+// find returns the slot of a key and its number, or nil.
+func (g *segment) find(h uint64, h2 uint32) (*slot, int) {
+	n := g.home(h)
+	s := g.at(n)
+	i := n / groupLen
+	w := g.tagsAt(i) // before we know whether it is needed: both lines are fetched at once
+	if s.fp.Load() == h && (s.word.Load()^h2)&^flags == 0 {
+		return s, int(n)
+	}
 	tag := tagOf(h) * tagLow
-	for i := home(h, g.groups); ; {
-		w := g.tags[i].Load()
+	for {
 		x := w ^ tag
 		for m := (x - tagLow) &^ x & tagHigh; m != 0; m &= m - 1 {
-			n := int(i)*groupLen + bits.TrailingZeros64(m)>>3
-			s := &g.slots[n]
-			if s.fp == h && (s.word.Load()^h2)&^flags == 0 {
-				return n
+			n := i*groupLen + uint64(bits.TrailingZeros64(m)>>3)
+			s := g.at(n)
+			if s.fp.Load() == h && (s.word.Load()^h2)&^flags == 0 {
+				return s, int(n)
 			}
 		}
 		if w&tagHigh != tagHigh {
-			return -1
+			return nil, -1
 		}
-		if i++; i == g.groups {
+		if i++; i*groupLen == g.size {
 			i = 0
 		}
+		w = g.tagsAt(i)
 	}
 }
 
 // claim returns the number of a free slot for h, for publish after it is filled. There must be one; shard.mu is held.
 func (g *segment) claim(h uint64) int {
-	for i := home(h, g.groups); ; {
+	n := int(g.home(h))
+	if g.slots[n].ref == 0 {
+		return n
+	}
+	for i := n / groupLen; ; {
 		if free := ^g.tags[i].Load() & tagHigh; free != 0 {
-			return int(i)*groupLen + bits.TrailingZeros64(free)>>3
+			return i*groupLen + bits.TrailingZeros64(free)>>3
 		}
-		if i++; i == g.groups {
+		if i++; i == len(g.tags) {
 			i = 0
 		}
 	}
@@ -151,14 +193,15 @@ func (g *segment) claim(h uint64) int {
 
 // publish lets find see slot n. shard.mu is held.
 func (g *segment) publish(n int, h uint64) {
+	g.slots[n].fp.Store(h)
 	t := &g.tags[n/groupLen]
 	t.Store(t.Load() | tagOf(h)<<(n%groupLen*8))
 	g.n++
 }
 
-// key reads what the slab says of a slot. shard.mu is held.
-func (g *segment) key(s *slot) (incarnation uint32, rule int, text []byte) {
-	b := g.slab[s.ref:]
+// key reads what the slab says at ref. shard.mu is held.
+func (g *segment) key(ref uint32) (incarnation uint32, rule int, text []byte) {
+	b := g.slab[ref:]
 	inc, n := binary.Uvarint(b)
 	b = b[n:]
 	r, n := binary.Uvarint(b)
@@ -186,7 +229,7 @@ type share struct {
 	given    bucket.Limit
 	now      bucket.Limit // the limit in force, which the tokens are counted in
 	entry    *entry       // the stated limit
-	gen      uint32       // of entry
+	gen, idx uint32       // of entry
 	dropped  bool         // given was cut from another limit than entry's
 	isolated bool         // now is the share of the last known fleet because the centre is silent
 }
@@ -197,14 +240,18 @@ type shard struct {
 	seg    atomic.Pointer[segment]
 	shares atomic.Pointer[[]*[sharesPerChunk]share] // grows under mu; a chunk never moves
 	hot    atomic.Bool                              // some bit of seg.hot is set
+	_      [40]byte                                 // what follows changes
 
 	mu          sync.Mutex
 	free        []uint32 // shares that no slot refers to
 	usedShares  uint32
 	incarnation uint32 // of the keys entered now: counts the rebuilds that evicted
 	quiet       int64  // no rebuild to shrink before this instant
-	_           [24]byte
+	_           [16]byte
 }
+
+var _ [128]byte = [unsafe.Sizeof(shard{})]byte{} // two cache lines
+var _ [64]byte = [unsafe.Sizeof(slot{})]byte{}
 
 func (sh *shard) share(lim uint32) *share {
 	n := lim &^ shareFlag
@@ -243,11 +290,14 @@ func (sh *shard) heat(g *segment, n int) {
 var copies = sync.Pool{New: func() any { return new([]moving) }}
 
 type moving struct {
-	slot
-	text        []byte
-	incarnation uint32
-	rule        int
-	hash2       uint32
+	slot // ref is that of the old slab
+	at   int
+}
+
+// copyTo copies everything but ref, word and fp. Both slots are locked or unpublished.
+func (s *slot) copyTo(t *slot) {
+	t.lim, t.reported, t.tokens, t.min = s.lim, s.reported, s.tokens, s.min
+	t.rem, t.at, t.cum, t.taken, t.refused = s.rem, s.at, s.cum, s.taken, s.refused
 }
 
 // rebuild replaces the segment by one with room for more. Buckets that are full and reported are left out: they are the same
@@ -255,45 +305,56 @@ type moving struct {
 func (e *Enforcer) rebuild(sh *shard, now int64) (evicted int) {
 	old := sh.seg.Load()
 	buf := copies.Get().(*[]moving)
-	keep := (*buf)[:0]
-	slab := 0
+	keep := slices.Grow((*buf)[:0], old.n)[:old.n]
+	live, slab := 0, 0
 	for n := range old.slots {
 		s := &old.slots[n]
 		if s.ref == 0 {
 			continue // no key is at 0: the slot is free
 		}
 		w, _ := s.lock()
-		inc, id, text := old.key(s)
+		_, id, text := old.key(s.ref)
 		if e.idle(sh, s, w, id, text, now) {
 			if s.lim&shareFlag != 0 {
 				sh.free = append(sh.free, s.lim)
 			}
 			evicted++
 		} else {
-			keep = append(keep, moving{text: text, incarnation: inc, rule: id, hash2: w})
-			k := &keep[len(keep)-1]
-			k.fp, k.lim, k.reported, k.tokens, k.min = s.fp, s.lim, s.reported, s.tokens, s.min
-			k.rem, k.at, k.cum, k.taken, k.refused = s.rem, s.at, s.cum, s.taken, s.refused
+			k := &keep[live]
+			live++
+			s.copyTo(&k.slot)
+			k.ref = s.ref
+			k.fp.Store(s.fp.Load())
+			k.word.Store(w)
 			slab += len(text) + 3
 		}
-		s.word.Store(w | moved)
+		s.unlock(w | moved)
 	}
-	g := newSegment(len(keep)+1, slab)
-	for i := range keep {
-		k := &keep[i]
-		n := g.claim(k.fp)
+	g := newSegment(live+1, slab)
+	enter := func(k *moving, n int) {
 		s := &g.slots[n]
-		s.fp, s.lim, s.reported, s.tokens, s.min = k.fp, k.lim, k.reported, k.tokens, k.min
-		s.rem, s.at, s.cum, s.taken, s.refused = k.rem, k.at, k.cum, k.taken, k.refused
-		s.ref = g.enter(k.incarnation, k.rule, k.text)
-		s.word.Store(k.hash2)
-		if k.hash2&hot != 0 {
+		k.copyTo(s)
+		inc, id, text := old.key(k.ref)
+		s.ref = g.enter(inc, id, text)
+		s.word.Store(k.word.Load())
+		if k.word.Load()&hot != 0 {
 			sh.heat(g, n)
 		}
-		g.publish(n, k.fp)
-		k.text = nil
+		g.publish(n, k.fp.Load())
 	}
-	*buf = keep[:0]
+	for i := range keep[:live] { // first those that find their own slot free, so that as many as can be are in it
+		k := &keep[i]
+		if k.at = int(g.home(k.fp.Load())); g.slots[k.at].ref == 0 {
+			enter(k, k.at)
+			k.at = -1
+		}
+	}
+	for i := range keep[:live] {
+		if k := &keep[i]; k.at >= 0 {
+			enter(k, g.claim(k.fp.Load()))
+		}
+	}
+	*buf = keep
 	copies.Put(buf)
 	if evicted > 0 {
 		sh.incarnation++
@@ -323,32 +384,31 @@ func (e *Enforcer) idle(sh *shard, s *slot, w uint32, id int, text []byte, now i
 	return lim.Unlimited || s.state().Level(*lim, now).Tokens >= lim.Burst
 }
 
-// enter returns the segment and number of the slot for a key that find did not see, entering a full bucket if there is none.
-func (e *Enforcer) enter(sh *shard, v *view, r *rule, h uint64, h2 uint32, tenant string, text []byte, now int64) (*segment, int) {
+// enter returns the segment, slot and number for a key that find did not see, entering a full bucket if there is none.
+func (e *Enforcer) enter(sh *shard, v *view, r *rule, h uint64, h2 uint32, tenant string, text []byte, now int64) (*segment, *slot, int) {
 	sh.mu.Lock()
 	defer sh.mu.Unlock()
 	return e.enterLocked(sh, v, r, h, h2, tenant, text, now)
 }
 
-func (e *Enforcer) enterLocked(sh *shard, v *view, r *rule, h uint64, h2 uint32, tenant string, text []byte, now int64) (*segment, int) {
+func (e *Enforcer) enterLocked(sh *shard, v *view, r *rule, h uint64, h2 uint32, tenant string, text []byte, now int64) (*segment, *slot, int) {
 	g := sh.seg.Load()
-	if n := g.find(h, h2); n >= 0 {
-		return g, n
+	if s, n := g.find(h, h2); s != nil {
+		return g, s, n
 	}
-	if g.n >= int(g.groups)*groupMax || len(g.slab) > math.MaxUint32-1024 {
+	if g.full() {
 		e.rebuild(sh, now)
 		g = sh.seg.Load()
 	}
 	n := g.claim(h)
 	s := &g.slots[n]
-	idx, ent := v.entryFor(r, tenant)
-	s.fp = h
+	idx := v.entryFor(r, tenant)
 	s.lim = v.gen<<genShift | idx
 	s.ref = g.enter(sh.incarnation, r.id, text)
 	s.reported = uint32(now / 1e6)
-	s.set(bucket.Full(ent.limit, now))
+	s.set(bucket.Full(v.entry(idx).limit, now))
 	s.min = s.tokens
 	s.word.Store(h2 &^ flags)
 	g.publish(n, h)
-	return g, n
+	return g, s, n
 }

@@ -22,6 +22,7 @@ type entry struct {
 type rule struct {
 	src    *limits.Rule
 	layer  string
+	pos    int // in view.rules
 	id     int // the same for a rule of this name and key in every policy of this process
 	dims   []limits.Dimension
 	routes []string
@@ -49,8 +50,9 @@ func (r *rule) applies(route string) bool {
 type view struct {
 	policy  *limits.Policy
 	fleet   int
-	gen     uint32 // modulo 1<<12
-	since   int64  // when it came into force
+	gen     uint32  // modulo 1<<12
+	since   int64   // when it came into force
+	rules   []*rule // all that there is to ask, in policy order
 	checks  []*rule
 	shadows []*rule
 	byID    []*rule // nil for a rule of an earlier policy
@@ -93,7 +95,7 @@ func (e *Enforcer) compile(p *limits.Policy, fleet int, prev *view, now int64) *
 	v.entries.Store(&entries)
 	for i := range p.Rules {
 		src := &p.Rules[i]
-		if !src.ByPlan && src.Fixed.Unlimited {
+		if !src.ByPlan && src.Fixed.Unlimited { // nothing to ask
 			continue
 		}
 		name := identity(src)
@@ -104,7 +106,7 @@ func (e *Enforcer) compile(p *limits.Policy, fleet int, prev *view, now int64) *
 			v.byID, v.known = append(v.byID, nil), append(v.known, nil)
 		}
 		r := &rule{
-			src: src, layer: src.Layer.String(), id: id, dims: src.Key, routes: src.Routes,
+			src: src, layer: src.Layer.String(), pos: len(v.rules), id: id, dims: src.Key, routes: src.Routes,
 			local: src.Consistency == limits.Local, alone: []string{src.Name},
 			salt: maphash.String(e.seed, "rule\x00"+name), salt2: maphash.String(e.seed2, "rule\x00"+name),
 		}
@@ -112,12 +114,13 @@ func (e *Enforcer) compile(p *limits.Policy, fleet int, prev *view, now int64) *
 			r.fixed = v.intern(src.Fixed, r.local)
 		}
 		if len(r.dims) == 0 {
-			_, ent := v.entryFor(r, "")
+			ent := v.entry(v.entryFor(r, ""))
 			if r.pool = e.pools[id]; r.pool == nil {
 				r.pool = newPool(e.cfg.Stripes, ent, now)
 				e.pools[id] = r.pool
 			}
 		}
+		v.rules = append(v.rules, r)
 		v.byID[id], v.known[id] = r, r
 		v.shared = v.shared || !r.local
 		if src.Mode == limits.Shadow {
@@ -151,15 +154,16 @@ func (v *view) intern(whole bucket.Limit, local bool) uint32 {
 	return i
 }
 
-// entryFor returns the entry for a key of r that belongs to tenant.
-func (v *view) entryFor(r *rule, tenant string) (uint32, *entry) {
-	i := r.fixed
+// entryFor returns the index of the entry for a key of r that belongs to tenant.
+func (v *view) entryFor(r *rule, tenant string) uint32 {
 	if r.src.ByPlan {
 		whole, _ := r.src.Limit(v.policy, tenant)
-		i = v.intern(whole, r.local)
+		return v.intern(whole, r.local)
 	}
-	return i, &(*v.entries.Load())[i]
+	return r.fixed
 }
+
+func (v *view) entry(idx uint32) *entry { return &(*v.entries.Load())[idx] }
 
 func (v *view) current(lim uint32) bool { return lim>>genShift == v.gen }
 
@@ -167,41 +171,49 @@ func (v *view) current(lim uint32) bool { return lim>>genShift == v.gen }
 func (v *view) entryOf(lim uint32) *entry {
 	for u := v; u != nil; u = u.prev.Load() {
 		if u.current(lim) {
-			return &(*u.entries.Load())[lim&(entryLimit-1)]
+			return u.entry(lim & (entryLimit - 1))
 		}
 	}
 	return nil
 }
 
-// limit returns the limit in force for a locked slot, and the stated limit that it is a part of. It first brings the slot to
-// that limit: the tokens it holds stay, less what no longer fits. The result is good while the slot is locked.
+// limit returns the limit in force for a locked slot, and the index in v of the entry that it is a part of. It first brings the
+// slot to that limit: the tokens it holds stay, less what no longer fits. The result is good while the slot is locked.
 //
 // A bucket that nobody touched while the policy changed is refilled at its old limit to the last change, and at the new one
 // from there.
-func (e *Enforcer) limit(v *view, sh *shard, s *slot, r *rule, tenant string, now int64) (lim, whole *bucket.Limit) {
+func (e *Enforcer) limit(v *view, sh *shard, s *slot, r *rule, tenant string, now int64) (*bucket.Limit, uint32) {
 	if v.current(s.lim) {
-		ent := &(*v.entries.Load())[s.lim&(entryLimit-1)]
-		return &ent.limit, &ent.whole
+		idx := s.lim & (entryLimit - 1)
+		return &v.entry(idx).limit, idx
 	}
+	return e.changed(v, sh, s, r, tenant, now)
+}
+
+func (e *Enforcer) changed(v *view, sh *shard, s *slot, r *rule, tenant string, now int64) (*bucket.Limit, uint32) {
 	newest := e.view.Load() // another request may be ahead of us with the next policy
 	if s.lim&shareFlag == 0 {
 		was := v.entryOf(s.lim)
 		if was == nil && newest != v {
 			if ent := newest.entryOf(s.lim); ent != nil {
-				return &ent.limit, &ent.whole
+				return &ent.limit, v.intern(ent.whole, ent.local)
 			}
 		}
-		idx, ent := v.entryFor(r, tenant)
-		s.resize(was, ent.limit, min(v.since, now))
+		idx := v.entryFor(r, tenant)
+		lim := &v.entry(idx).limit
+		s.resize(was, *lim, min(v.since, now))
 		s.lim = v.gen<<genShift | idx
-		return &ent.limit, &ent.whole
+		return lim, idx
 	}
 	c := sh.share(s.lim)
 	isolated := now > e.freshUntil.Load()
 	if r = newest.byID[r.id]; r != nil && (c.gen != newest.gen || c.isolated != isolated) {
 		e.settle(newest, s, c, r, tenant, isolated, now)
 	}
-	return &c.now, &c.entry.whole
+	if c.gen != v.gen {
+		return &c.now, v.intern(c.entry.whole, c.entry.local)
+	}
+	return &c.now, c.idx
 }
 
 // settle brings a slot that has a share to the limit that the view and the centre's silence ask for.
@@ -211,9 +223,10 @@ func (e *Enforcer) settle(v *view, s *slot, c *share, r *rule, tenant string, is
 		at = min(now, e.freshUntil.Load())
 	}
 	if c.gen != v.gen {
-		_, ent := v.entryFor(r, tenant)
+		idx := v.entryFor(r, tenant)
+		ent := v.entry(idx)
 		c.dropped = c.dropped || c.entry.whole != ent.whole
-		c.entry, c.gen = ent, v.gen
+		c.entry, c.idx, c.gen = ent, idx, v.gen
 		at = min(now, v.since)
 	}
 	c.isolated = isolated
@@ -253,7 +266,7 @@ func (e *Enforcer) sweep(v *view, now int64) {
 			if s.ref == 0 {
 				continue
 			}
-			_, id, text := g.key(s)
+			_, id, text := g.key(s.ref)
 			r := v.byID[id]
 			if r == nil {
 				continue
@@ -264,7 +277,7 @@ func (e *Enforcer) sweep(v *view, now int64) {
 			}
 			w, _ := s.lock()
 			e.limit(v, sh, s, r, tenant, now)
-			s.word.Store(w)
+			s.unlock(w)
 		}
 		sh.mu.Unlock()
 	}
