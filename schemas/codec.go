@@ -9,6 +9,7 @@ import (
 	"math/bits"
 	"strings"
 	"time"
+	"unicode/utf8"
 
 	"google.golang.org/protobuf/proto"
 
@@ -118,6 +119,10 @@ func part(n, some, all uint64) uint64 {
 }
 
 func reportFromJSON(body []byte) (*Report, error) {
+	// The decoder would put U+FFFD in place of what is not UTF-8, and so make one tenant of two.
+	if !utf8.Valid(body) {
+		return nil, errors.New("not valid UTF-8")
+	}
 	var r Report
 	if err := decodeStrict(body, &r); err != nil {
 		return nil, err

@@ -181,10 +181,11 @@ func (l *Ledger[T]) open(ctx context.Context) ([]message, error) {
 	case l.pos.Stream != streamName(l.cfg.Stream, l.created, 0):
 		l.log.Error("this is another stream than the one we read: starting at its beginning", "was", l.pos.Stream, "floor", l.pos.Floor, "next", l.pos.Next)
 		next = position{Stream: streamName(l.cfg.Stream, l.created, 0), Owner: l.owner}
-	case l.pos.Floor > info.State.LastSeq:
-		l.log.Error("the stream has lost messages that we have handled, and will use their numbers again", "floor", l.pos.Floor, "last", info.State.LastSeq)
+	case max(l.pos.Floor, l.pos.Next) > info.State.LastSeq:
+		l.log.Error("the stream has lost messages that we have seen, and will use their numbers again", "floor", l.pos.Floor, "next", l.pos.Next, "last", info.State.LastSeq)
 		next.Epoch++
-		next.Floor, next.Next = info.State.LastSeq, info.State.LastSeq
+		next.Floor = min(l.pos.Floor, info.State.LastSeq)
+		next.Next = next.Floor
 	}
 	if err := l.write(ctx, next); err != nil {
 		return nil, err

@@ -41,6 +41,8 @@ type Publisher struct {
 	mu    sync.Mutex // held over a Publish
 	known bool
 	last  uint64 // stream sequence of our subject's last message, when known
+	boot  string // with seq, the last report that we know to be stored
+	seq   uint64
 }
 
 // NewPublisher returns a publisher for gateway. It touches no network. m may be nil.
@@ -55,15 +57,21 @@ func NewPublisher(nc *nats.Conn, gateway string, m *Metrics) (*Publisher, error)
 	return &Publisher{nc: nc, js: js, subject: schemas.UsagePrefix + gateway, m: m.orPrivate()}, nil
 }
 
-// Publish returns nil once r is stored. After any other outcome r may be stored or not: call again with the same r.
-// Reports of a boot must come in the order of their sequence numbers.
+// Publish returns nil once r is stored, now or earlier. After any other outcome r may be stored or not: call again with
+// the same r. Reports of a boot must come in the order of their sequence numbers.
 func (p *Publisher) Publish(ctx context.Context, r *schemas.Report) error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	if p.has(r) {
+		return nil
+	}
 	err := p.publish(ctx, r)
 	if err != nil {
 		p.m.PublishErrors.WithLabelValues(p.reason(err)).Inc()
 		return fmt.Errorf("publish report %d of boot %s on %s: %w", r.Seq, r.Boot, p.subject, err)
+	}
+	if !p.has(r) {
+		p.boot, p.seq = r.Boot, r.Seq
 	}
 	return nil
 }
@@ -124,7 +132,8 @@ func (p *Publisher) lookUp(ctx context.Context, r *schemas.Report) (stored bool,
 				return false, fmt.Errorf("look up reports after %d: %w", at, err)
 			}
 			at = msg.Sequence
-			stored = stored || isStored(msg, r)
+			boot, seq := storedReport(msg)
+			stored = stored || (boot == r.Boot && seq >= r.Seq)
 		}
 	}
 	msg, err := stream.GetLastMsgForSubject(ctx, p.subject)
@@ -136,13 +145,20 @@ func (p *Publisher) lookUp(ctx context.Context, r *schemas.Report) (stored bool,
 		return false, fmt.Errorf("look up the last report: %w", err)
 	}
 	p.last, p.known = msg.Sequence, true
-	return stored || isStored(msg, r), nil
+	p.boot, p.seq = storedReport(msg)
+	return stored || p.has(r), nil
 }
 
-// isStored reports whether msg shows that r is in the stream. The reports of a boot are stored in order.
-func isStored(msg *jetstream.RawStreamMsg, r *schemas.Report) bool {
+// has reports whether r is known to be stored: the reports of a boot are stored in order.
+func (p *Publisher) has(r *schemas.Report) bool { return r.Boot == p.boot && r.Seq <= p.seq }
+
+// storedReport says which report msg is. A message that no Publisher wrote has seq 0.
+func storedReport(msg *jetstream.RawStreamMsg) (boot string, seq uint64) {
 	seq, err := strconv.ParseUint(msg.Header.Get(headerSeq), 10, 64)
-	return err == nil && msg.Header.Get(headerBoot) == r.Boot && seq >= r.Seq
+	if err != nil {
+		return "", 0
+	}
+	return msg.Header.Get(headerBoot), seq
 }
 
 func wrongLast(err error) bool {
