@@ -22,7 +22,7 @@ var rules = []struct {
 	{"schemas", nil},
 	{"limits", []string{"schemas", "enforcer/bucket"}},
 	{"internal/embedded", []string{"internal/embedded"}},
-	{"internal", nil},
+	{"internal", []string{"schemas"}},
 	{"enforcer/httpguard", []string{"enforcer", "limits", "schemas", "internal"}},
 	{"enforcer/natsfeed", []string{"enforcer", "schemas", "internal"}},
 	{"enforcer", []string{"limits", "schemas"}},

@@ -31,17 +31,20 @@ func (e usageError) Unwrap() error { return e.err }
 
 func usagef(format string, args ...any) error { return usageError{fmt.Errorf(format, args...)} }
 
-// errDegraded is returned by a command whose answer is "it works, but not as it should".
-var errDegraded = errors.New("degraded")
+// What a command may find that has an exit code of its own.
+var (
+	errDegraded    = errors.New("degraded") // it works, but not as it should
+	errUnreachable = errors.New("unreachable")
+)
 
 func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
 	context.AfterFunc(ctx, stop) // a second signal ends the process at once
-	os.Exit(run(ctx, os.Args[1:]))
+	os.Exit(execute(ctx, os.Args[1:]))
 }
 
-func run(ctx context.Context, args []string) int {
+func execute(ctx context.Context, args []string) int {
 	root := newRoot()
 	root.SetArgs(args)
 	err := root.ExecuteContext(ctx)
@@ -55,7 +58,7 @@ func run(ctx context.Context, args []string) int {
 	case errors.Is(err, errDegraded):
 		fmt.Fprintf(root.ErrOrStderr(), "weir: %v\n", err)
 		return exitDegraded
-	case app.Unreachable(err):
+	case errors.Is(err, errUnreachable), app.Unreachable(err):
 		fmt.Fprintf(root.ErrOrStderr(), "weir: %v\n", err)
 		return exitUnreachable
 	default:

@@ -16,7 +16,16 @@ import (
 type Servers struct{ NATS, Redis, ClickHouse string }
 
 // Embed starts an embedded server for each address that is empty, with its state under data. They stop with the stack.
+// ClickHouse goes first: it is the one that notices when another process has the folder.
 func Embed(s Servers, data string, stack *run.Stack, log *slog.Logger) (Servers, error) {
+	if s.ClickHouse == "" {
+		srv, err := clickhouse.Start(clickhouse.Config{Dir: filepath.Join(data, "clickhouse"), Database: "weir"}, log)
+		if err != nil {
+			return s, fmt.Errorf("start embedded ClickHouse: %w", err)
+		}
+		stack.Defer("embedded ClickHouse", srv.Stop)
+		s.ClickHouse = srv.URL()
+	}
 	if s.NATS == "" {
 		srv, err := nats.Start(nats.Config{Dir: filepath.Join(data, "nats")}, log)
 		if err != nil {
@@ -32,14 +41,6 @@ func Embed(s Servers, data string, stack *run.Stack, log *slog.Logger) (Servers,
 		}
 		stack.Defer("embedded Redis", srv.Stop)
 		s.Redis = srv.URL()
-	}
-	if s.ClickHouse == "" {
-		srv, err := clickhouse.Start(clickhouse.Config{Dir: filepath.Join(data, "clickhouse"), Database: "weir"}, log)
-		if err != nil {
-			return s, fmt.Errorf("start embedded ClickHouse: %w", err)
-		}
-		stack.Defer("embedded ClickHouse", srv.Stop)
-		s.ClickHouse = srv.URL()
 	}
 	return s, nil
 }
