@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	_ "embed"
 	"errors"
@@ -225,11 +226,7 @@ func watchAlerts(nc *nats.Conn) (func() []string, error) {
 			delete(firing, a.DedupKey)
 			return
 		}
-		subject := a.Tenant
-		if subject == "" {
-			subject = a.Gateway
-		}
-		firing[a.DedupKey] = fmt.Sprintf("%s(%s)", a.Name, subject)
+		firing[a.DedupKey] = fmt.Sprintf("%s(%s)", a.Name, cmp.Or(a.Tenant, a.Rule, a.Gateway))
 	})
 	if err != nil {
 		return nil, fmt.Errorf("follow alerts: %w", err)

@@ -284,7 +284,7 @@ func consumerFaults(c jetstream.ConsumerConfig) [][2]string {
 	if c.Durable != "" && c.InactiveThreshold > 0 {
 		all = append(all, [2]string{"T8", fmt.Sprintf("inactive_threshold is %s, want none: the server would forget how far it has come", c.InactiveThreshold)})
 	}
-	if c.MemoryStorage {
+	if c.Durable != "" && c.MemoryStorage {
 		all = append(all, [2]string{"T8", "mem_storage is true: a restart of the server forgets how far it has come"})
 	}
 	return all

@@ -53,7 +53,7 @@ func NewGateway(cfg GatewayConfig, policy *Policy, nc *nats.Conn, m *Metrics, st
 	if err := schemas.ValidName(cfg.Name); err != nil {
 		return nil, fmt.Errorf("gateway: %w", err)
 	}
-	log = log.With("gateway", cfg.Name)
+	base, log := log, log.With("gateway", cfg.Name) // the feed names its gateway itself
 	if cfg.Now == nil {
 		cfg.Now = time.Now
 	}
@@ -77,7 +77,7 @@ func NewGateway(cfg GatewayConfig, policy *Policy, nc *nats.Conn, m *Metrics, st
 		nc, g.enforcer.Apply, func() natsfeed.Status {
 			pending, _ := g.reporter.Pending()
 			return natsfeed.Status{Mode: g.enforcer.Mode(), PolicyVersion: policy.Version(), Pending: uint64(pending)}
-		}, m.feed, log)
+		}, m.feed, base)
 	if err != nil {
 		return nil, err
 	}

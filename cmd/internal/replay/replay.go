@@ -4,7 +4,6 @@ package replay
 import (
 	"context"
 	"crypto/rand"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -229,11 +228,10 @@ func headers(p *limits.Policy) []string {
 	return names
 }
 
-// answer is a response writer that keeps the status and the beginning of the body.
+// answer is a response writer that keeps the head.
 type answer struct {
 	header http.Header
 	status int
-	body   []byte
 }
 
 func (a *answer) Header() http.Header { return a.header }
@@ -246,7 +244,6 @@ func (a *answer) WriteHeader(status int) {
 
 func (a *answer) Write(b []byte) (int, error) {
 	a.WriteHeader(http.StatusOK)
-	a.body = append(a.body, b...)
 	return len(b), nil
 }
 
@@ -260,19 +257,22 @@ func (r *replay) note(gateway string, a *answer) error {
 		r.res.Invalid++
 		return nil
 	default:
-		var p struct {
-			Violated []string `json:"violated-policies"`
+		if rule = refusedBy(a.header); rule == "" {
+			return fmt.Errorf("gateway %s answered %d and names no rule", gateway, a.status)
 		}
-		if err := json.Unmarshal(a.body, &p); err != nil || len(p.Violated) != 1 {
-			return fmt.Errorf("gateway %s answered %d with %.200q, which names no rule", gateway, a.status, a.body)
-		}
-		rule = p.Violated[0]
 		r.res.Rejected++
 		r.res.ByRule[rule]++
 	}
 	r.res.Requests++
 	r.sent[clickhouse.Outcome{Gateway: gateway, Rule: rule}]++
 	return nil
+}
+
+// refusedBy is the rule that the RateLimit field of a refusal names.
+func refusedBy(h http.Header) string {
+	_, rest, _ := strings.Cut(h.Get("RateLimit"), `"`)
+	rule, _, _ := strings.Cut(rest, `"`)
+	return rule
 }
 
 // pollEvery is how often the history is read while it fills.
