@@ -146,7 +146,7 @@ func TestPublisherFindsItsReportBehindAnother(t *testing.T) {
 	if err := p.Publish(t.Context(), report("b", 2, 1)); err != nil {
 		t.Fatal(err)
 	}
-	p.last = last // as if the answer had been lost
+	p.last, p.seq = last, 1 // as if the answer had been lost
 	other, err := NewPublisher(nc, "gw", nil)
 	if err != nil {
 		t.Fatal(err)

@@ -8,6 +8,7 @@ import (
 	"testing"
 	"time"
 
+	natsgo "github.com/nats-io/nats.go"
 	"github.com/nats-io/nats.go/jetstream"
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/testutil"
@@ -85,9 +86,10 @@ func TestB030SlowHandlersOfTwoReaders(t *testing.T) {
 				return j.handle(ctx, b)
 			}
 			cfg := Config{AckWait: 500 * time.Millisecond, MaxMessages: 2}
-			run(t, source(t, nc, cfg, nil), handle)
-			run(t, source(t, other, cfg, nil), handle)
-			eventually(t, "the consumer is there", func() bool { _, err := js.Consumer(t.Context(), schemas.UsageStream, "throttle"); return err == nil })
+			a, b := source(t, nc, cfg, nil), source(t, other, cfg, nil)
+			run(t, a, handle)
+			run(t, b, handle)
+			eventually(t, "both are reading", func() bool { return a.Ready() == nil && b.Ready() == nil })
 			if got := consumerInfo(t, js, "throttle").Config.AckWait; got != cfg.AckWait {
 				t.Fatalf("AckWait on the server = %s, want %s", got, cfg.AckWait)
 			}
@@ -103,11 +105,52 @@ func TestB030SlowHandlersOfTwoReaders(t *testing.T) {
 			for _, n := range j.seqs {
 				deliveries += n
 			}
-			// While a handler is at it the server is told so: nothing goes to the other reader as well.
-			if deliveries != 10 {
-				t.Errorf("%d deliveries, want 10", deliveries)
+			// While a handler is at it the server is told so. On a machine that is busy this may come late for a message,
+			// but not for all of them.
+			if deliveries >= 20 {
+				t.Errorf("%d deliveries of 10 messages", deliveries)
 			}
 		})
+	}
+}
+
+// While a handler is at it, the server is told so for every message, again and again.
+func TestB030TheServerIsToldThatAHandlerIsAtIt(t *testing.T) {
+	url, nc, js := start(t)
+	watcher, _ := connect(t, url)
+	progress := make(chan string, 1000)
+	if _, err := watcher.Subscribe("$JS.ACK."+schemas.UsageStream+".throttle.>", func(m *natsgo.Msg) {
+		if string(m.Data) == "+WPI" {
+			progress <- m.Subject
+		}
+	}); err != nil {
+		t.Fatal(err)
+	}
+	if err := watcher.Flush(); err != nil {
+		t.Fatal(err)
+	}
+	publish(t, js, "gw", 1, 3)
+	release := make(chan struct{})
+	run(t, source(t, nc, Config{AckWait: 300 * time.Millisecond}, nil), func(context.Context, schemas.Batch[*schemas.Report]) error {
+		<-release
+		return nil
+	})
+	defer close(release)
+	told := map[string]int{}
+	for end := time.After(patience); ; {
+		select {
+		case subject := <-progress:
+			told[subject]++
+		case <-end:
+			t.Fatalf("in progress: %v, want each of the three twice", told)
+		}
+		enough := len(told) >= 3
+		for _, n := range told {
+			enough = enough && n >= 2
+		}
+		if enough {
+			return
+		}
 	}
 }
 
