@@ -19,8 +19,8 @@ const (
 	tombstone = time.Minute
 	// driftHeartbeats in a row have to agree about a clock.
 	driftHeartbeats = 2
-	// lagWindow is how long a measured delay of reports counts, twice.
-	lagWindow = time.Minute
+	// lagWindow is how long reports have to come at the pace of their sealing before their delay is taken for the usual one.
+	lagWindow = 10 * time.Second
 )
 
 // gateway is what is known of one gateway.
@@ -190,12 +190,15 @@ func (d *Detector) dropParts(g *gateway) {
 	}
 }
 
-// lag measures how late a gateway's reports are, without trusting its clock: arrival less sealing is the clock's offset
-// plus the delay, and the least of the last minute or two has hardly any delay.
+// lag measures how much later than usual a gateway's reports come, without trusting any clock: arrival less sealing is the
+// difference of two clocks plus the delay. Reports that were kept back come faster than they were sealed, until they have
+// caught up. Where that difference grew and stays, a clock was set, and it is the usual one from then on.
 type lag struct {
-	since     time.Time
-	now, last time.Duration // least of this window and of the one before
-	known     bool
+	usual time.Duration
+	since time.Time     // of this window
+	first time.Duration // of this window
+	least time.Duration // in this window
+	known bool
 }
 
 // late is how much later than usual a report came that was sealed at sealed. It is more than a moment when a gateway
@@ -207,12 +210,15 @@ func (g *gateway) late(sealed, arrived time.Time) time.Duration {
 	took, l := arrived.Sub(sealed), &g.lag
 	switch {
 	case !l.known:
-		*l = lag{since: arrived, now: took, last: took, known: true}
+		*l = lag{usual: took, since: arrived, first: took, least: took, known: true}
 	case arrived.Sub(l.since).Abs() > lagWindow:
-		l.since, l.last, l.now = arrived, l.now, took
+		if l.least > l.first-time.Second {
+			l.usual = l.least
+		}
+		l.since, l.first, l.least = arrived, took, took
 	}
-	l.now = min(l.now, took)
-	if d := took - min(l.now, l.last); d > time.Second {
+	l.least, l.usual = min(l.least, took), min(l.usual, took)
+	if d := took - l.usual; d > time.Second {
 		return d
 	}
 	return 0

@@ -92,11 +92,15 @@ func (tr *traffic) add(u *schemas.Usage, g *gateway, at time.Time, late, span ti
 	t := tr.tenant(u.Tenant)
 	tr.touch(t)
 	end := at.Add(-late)
+	s := at.Unix()
 	// Whose alert fires is not new after a pause: it may have been an outage.
-	if s := at.Unix(); s-t.last > idleReset && t.alarm == nil {
-		t.first, t.due, t.rounds, t.normal, t.threshold = end.Add(-span).Unix(), 0, 0, 0, 0
+	if s-t.last > idleReset && t.alarm == nil {
+		t.first, t.due, t.rounds, t.normal, t.threshold = s, 0, 0, 0, 0
 	}
-	t.last = max(t.last, at.Unix())
+	if late >= window*time.Second {
+		t.first = s // too late to be counted: seconds without are no history
+	}
+	t.last = max(t.last, s)
 	t.add(n, end.Add(-span).UnixNano(), end.UnixNano())
 	if t.alarm != nil {
 		t.alarm.sources[g] = struct{}{}
