@@ -1,0 +1,716 @@
+package ingest
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"math/rand/v2"
+	"runtime"
+	"strings"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/testutil"
+	"pgregory.net/rapid"
+
+	"github.com/weirhq/weir/schemas"
+)
+
+var quiet = slog.New(slog.DiscardHandler)
+
+// table is a fake of the gateway's buckets: what is put into it is emitted once.
+type table struct {
+	mu        sync.Mutex
+	hot, cold []schemas.Tokens
+	signal    chan struct{}
+	calls     []time.Time
+	alls      []time.Time
+}
+
+func newTable() *table { return &table{signal: make(chan struct{}, 1)} }
+
+func (b *table) Collect(_ int64, all bool, emit func(schemas.Tokens)) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.calls = append(b.calls, time.Now())
+	for _, t := range b.hot {
+		emit(t)
+	}
+	b.hot = nil
+	if all {
+		b.alls = append(b.alls, time.Now())
+		for _, t := range b.cold {
+			emit(t)
+		}
+		b.cold = nil
+	}
+}
+
+func (b *table) Hot() <-chan struct{} { return b.signal }
+
+func (b *table) put(hot bool, t schemas.Tokens) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if hot {
+		b.hot = append(b.hot, t)
+		return
+	}
+	b.cold = append(b.cold, t)
+}
+
+// stream is a fake of the far side. It stores a report once, and may lose a publish or the answer to it.
+type stream struct {
+	mu      sync.Mutex
+	away    bool
+	fault   func() (stored bool, err error) // nil: stored, no error
+	reports []*schemas.Report
+	at      []time.Time
+	bytes   map[uint64][]byte
+	wrong   []string
+}
+
+func (s *stream) Publish(_ context.Context, r *schemas.Report) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	body, err := schemas.EncodeReport(r)
+	if err != nil {
+		s.wrong = append(s.wrong, err.Error())
+		return err
+	}
+	if s.bytes == nil {
+		s.bytes = map[uint64][]byte{}
+	}
+	if have, ok := s.bytes[r.Seq]; ok && !bytes.Equal(have, body) {
+		s.wrong = append(s.wrong, fmt.Sprintf("report %d has changed", r.Seq))
+	}
+	s.bytes[r.Seq] = body
+	if _, err := schemas.DecodeReport(schemas.UsagePrefix+r.Gateway, schemas.ContentProtobuf, body, time.Now()); err != nil {
+		s.wrong = append(s.wrong, err.Error())
+	}
+	if len(body) >= 512<<10 {
+		s.wrong = append(s.wrong, fmt.Sprintf("report %d has %d bytes", r.Seq, len(body)))
+	}
+	stored, err := !s.away, error(nil)
+	if s.away {
+		err = errors.New("nats is away")
+	} else if s.fault != nil {
+		stored, err = s.fault()
+	}
+	if last := uint64(len(s.reports)); stored && r.Seq > last {
+		if r.Seq != last+1 {
+			s.wrong = append(s.wrong, fmt.Sprintf("report %d comes after %d", r.Seq, last))
+		}
+		s.reports = append(s.reports, r)
+		s.at = append(s.at, time.Now())
+	}
+	return err
+}
+
+func (s *stream) setAway(away bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.away = away
+}
+
+// sums adds up what is stored, by the key of a request.
+func (s *stream) sums() (requests map[usageKey]uint64, cost map[usageKey]uint64) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	requests, cost = map[usageKey]uint64{}, map[usageKey]uint64{}
+	for _, r := range s.reports {
+		for _, u := range r.Usage {
+			k := usageKey{u.Tenant, u.Route, u.Rule, u.Layer}
+			requests[k] += u.Allowed + u.Rejected
+			cost[k] += u.Cost
+		}
+	}
+	return requests, cost
+}
+
+func (s *stream) check(t testing.TB) {
+	t.Helper()
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, w := range s.wrong {
+		t.Error(w)
+	}
+}
+
+// begin runs r. The returned function stops it and returns what Run returned.
+func begin(r *Reporter) (stop func() error) {
+	ctx, cancel := context.WithCancel(context.Background())
+	done := make(chan error, 1)
+	go func() { done <- r.Run(ctx) }()
+	return sync.OnceValue(func() error { cancel(); return <-done })
+}
+
+func TestUsageIsReportedEverySecondAndBucketsByHeat(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		buckets, far := newTable(), &stream{}
+		m := NewMetrics(prometheus.NewRegistry())
+		r := New(Config{PolicyVersion: func() uint64 { return 9 }}, "gw", "boot", buckets, far, quiet, m)
+		stop := begin(r)
+		first := time.Now()
+		r.Count(first, "acme", "export", "", "", 1)
+		time.Sleep(10 * time.Millisecond)
+		r.Count(time.Now(), "acme", "export", "", "", 3)
+		r.Count(time.Now(), "acme", "export", "contract", "contract", 1)
+		buckets.put(true, schemas.Tokens{Rule: "contract", Key: "acme", Cum: 5, Taken: 5})
+		buckets.put(false, schemas.Tokens{Rule: "contract", Key: "cold", Cum: 1, Taken: 1})
+		if reports, requests := r.Pending(); reports != 0 || requests != 3 {
+			t.Errorf("Pending() = %d, %d, want 0, 3", reports, requests)
+		}
+		time.Sleep(3 * time.Second)
+		synctest.Wait()
+
+		if len(far.reports) != 3 {
+			t.Fatalf("%d reports, want 3: hot, usage, cold", len(far.reports))
+		}
+		for i, want := range []time.Duration{100 * time.Millisecond, time.Second, 2 * time.Second} {
+			if got := far.at[i].Sub(first); got != want {
+				t.Errorf("report %d came after %s, want %s", i+1, got, want)
+			}
+		}
+		if hot := far.reports[0]; len(hot.Tokens) != 1 || hot.Tokens[0].Key != "acme" || len(hot.Usage) != 0 {
+			t.Errorf("first report = %+v", hot)
+		}
+		usage := far.reports[1]
+		if len(usage.Usage) != 2 || usage.Gateway != "gw" || usage.Boot != "boot" || usage.Seq != 2 || usage.PolicyVersion != 9 || !usage.SealedAt.Equal(first.Add(time.Second)) {
+			t.Errorf("second report = %+v", usage)
+		}
+		for _, u := range usage.Usage {
+			switch {
+			case u.Rule == "" && u.Allowed == 2 && u.Cost == 4 && u.Rejected == 0 && u.Time.Equal(first):
+			case u.Rule == "contract" && u.Layer == "contract" && u.Rejected == 1 && u.Cost == 1 && u.Allowed == 0 && u.Time.Equal(first.Add(10*time.Millisecond)):
+			default:
+				t.Errorf("usage = %+v", u)
+			}
+		}
+		if cold := far.reports[2]; len(cold.Tokens) != 1 || cold.Tokens[0].Key != "cold" {
+			t.Errorf("third report = %+v", cold)
+		}
+		if err := stop(); err != nil {
+			t.Fatal(err)
+		}
+		for stage, c := range map[string]prometheus.Counter{"admitted": m.Admitted, "spooled": m.Spooled, "acked": m.Acked} {
+			if n := testutil.ToFloat64(c); n != 3 {
+				t.Errorf("%s = %v, want 3", stage, n)
+			}
+		}
+		if n := testutil.ToFloat64(m.Reports); n != 0 {
+			t.Errorf("pending reports = %v, want 0", n)
+		}
+		far.check(t)
+	})
+}
+
+func TestHotBucketGoesOutAtOnceButNotTooOften(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		buckets, far := newTable(), &stream{}
+		r := New(Config{}, "gw", "boot", buckets, far, quiet, nil)
+		stop := begin(r)
+		time.Sleep(150 * time.Millisecond)
+		synctest.Wait()
+		at := time.Now()
+		buckets.calls = nil
+		for i := range 20 { // a bucket that cries every millisecond
+			buckets.put(true, schemas.Tokens{Rule: "r", Key: "k", Cum: uint64(i)})
+			select {
+			case buckets.signal <- struct{}{}:
+			default:
+			}
+			time.Sleep(time.Millisecond)
+		}
+		synctest.Wait()
+		var after []time.Duration
+		for _, c := range buckets.calls {
+			after = append(after, c.Sub(at))
+		}
+		if len(after) < 2 || after[0] != 0 || len(after) > 3 {
+			t.Fatalf("buckets were read after %v, want at once and then every 10ms", after)
+		}
+		for i := 1; i < len(after); i++ {
+			if d := after[i] - after[i-1]; d < 10*time.Millisecond {
+				t.Errorf("buckets were read after %v: less than 10ms apart", after)
+			}
+		}
+		if err := stop(); err != nil {
+			t.Fatal(err)
+		}
+	})
+}
+
+// The first rejections of each flush are samples, and no more. Whatever they hold can be sent.
+func TestRejectionsAreSampled(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		far := &stream{}
+		m := NewMetrics(prometheus.NewRegistry())
+		r := New(Config{MaxRejections: 5}, "gw", "boot", newTable(), far, quiet, m)
+		stop := begin(r)
+		for range 2 {
+			for i := range 1000 {
+				r.Reject(schemas.Rejection{Time: time.Now(), Tenant: fmt.Sprint(i), Path: "/\xff" + strings.Repeat("é", 300)})
+			}
+			time.Sleep(1100 * time.Millisecond)
+		}
+		if err := stop(); err != nil {
+			t.Fatal(err)
+		}
+		n := 0
+		for _, rep := range far.reports {
+			n += len(rep.Rejections)
+		}
+		if n != 10 {
+			t.Errorf("%d samples, want 5 in each of two flushes", n)
+		}
+		if kept, dropped := testutil.ToFloat64(m.Rejections.WithLabelValues("kept")), testutil.ToFloat64(m.Rejections.WithLabelValues("dropped")); kept != 10 || dropped != 1990 {
+			t.Errorf("kept %v and dropped %v, want 10 and 1990", kept, dropped)
+		}
+		far.check(t)
+	})
+}
+
+// B024: a tenant that is no text must neither stop the reports of the others nor vanish.
+func TestB024BytesThatAreNoTextAreCounted(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		far := &stream{}
+		r := New(Config{}, "gw", "boot", newTable(), far, quiet, nil)
+		stop := begin(r)
+		r.Count(time.Now(), "\xff\xfe", "r\xe5", "", "", 1)
+		r.Count(time.Now(), "k"+strings.Repeat("é", 5000), "r", "", "", 1)
+		r.Count(time.Now(), "good", "r", "", "", 1)
+		r.Count(time.Now(), "good", "r", "rule\xff", "la\xffyer", -5)
+		if err := stop(); err != nil {
+			t.Fatal(err)
+		}
+		far.check(t)
+		requests, _ := far.sums()
+		want := map[usageKey]uint64{
+			{"\uFFFD", "r\uFFFD", "", ""}:                 1,
+			{"k" + strings.Repeat("é", 127), "r", "", ""}: 1,
+			{"good", "r", "", ""}:                         1,
+			{"good", "r", "rule\uFFFD", "la\uFFFDyer"}:    1,
+		}
+		for k, n := range want {
+			if requests[k] != n {
+				t.Errorf("%q = %d, want %d", k, requests[k], n)
+			}
+		}
+		if len(requests) != len(want) {
+			t.Errorf("stored %v", requests)
+		}
+	})
+}
+
+// B051: what was counted before the end is stored, whatever the flush interval; here 1250 requests at once.
+func TestB051NothingIsLostOnShutdown(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		far := &stream{}
+		buckets := newTable()
+		r := New(Config{UsageEvery: time.Minute, AllEvery: time.Minute, MaxEntries: 10}, "gw", "boot", buckets, far, quiet, nil)
+		stop := begin(r)
+		for i := range 1250 {
+			r.Count(time.Now(), fmt.Sprint(i%100), "r", "", "", 1)
+		}
+		buckets.put(false, schemas.Tokens{Rule: "r", Key: "k", Cum: 7, Taken: 7})
+		begun := time.Now()
+		if err := stop(); err != nil {
+			t.Fatal(err)
+		}
+		if took := time.Since(begun); took > time.Second {
+			t.Errorf("draining took %s", took)
+		}
+		requests, _ := far.sums()
+		if n := total(requests); n != 1250 {
+			t.Errorf("%d requests are stored, want 1250", n)
+		}
+		tokens := 0
+		for _, rep := range far.reports {
+			tokens += len(rep.Tokens)
+		}
+		if tokens != 1 {
+			t.Errorf("%d bucket records, want 1", tokens)
+		}
+	})
+}
+
+func total(m map[usageKey]uint64) (n uint64) {
+	for _, v := range m {
+		n += v
+	}
+	return n
+}
+
+// A server that is away does not hold the process longer than DrainTimeout, and the error says what is left.
+func TestShutdownIsBoundedAndSaysWhatIsLeft(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		far := &stream{away: true}
+		r := New(Config{DrainTimeout: 3 * time.Second, MaxReports: 2, MaxEntries: 10}, "gw", "boot", newTable(), far, quiet, nil)
+		stop := begin(r)
+		for i := range 100 {
+			r.Count(time.Now(), fmt.Sprint(i), "r", "", "", 1)
+		}
+		time.Sleep(5 * time.Second)
+		begun := time.Now()
+		err := stop()
+		if took := time.Since(begun); took != 3*time.Second {
+			t.Errorf("draining took %s, want 3s", took)
+		}
+		if err == nil || !strings.Contains(err.Error(), "2 reports and 100 requests") || !strings.Contains(err.Error(), "nats is away") {
+			t.Errorf("Run = %v, want 2 reports, 100 requests and the cause", err)
+		}
+	})
+}
+
+// Requests that come in while we drain are in, too.
+func TestRequestsDuringTheDrainAreStored(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		far := &stream{away: true}
+		r := New(Config{}, "gw", "boot", newTable(), far, quiet, nil)
+		ctx, cancel := context.WithCancel(context.Background())
+		done := make(chan error, 1)
+		go func() { done <- r.Run(ctx) }()
+		r.Count(time.Now(), "a", "r", "", "", 1)
+		cancel()
+		time.Sleep(time.Second)
+		r.Count(time.Now(), "late", "r", "", "", 1)
+		far.setAway(false)
+		if err := <-done; err != nil {
+			t.Fatal(err)
+		}
+		requests, _ := far.sums()
+		if total(requests) != 2 {
+			t.Errorf("stored %v, want both", requests)
+		}
+	})
+}
+
+func TestFailuresAreToldOnceAndThenSummarised(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var out bytes.Buffer
+		far := &stream{away: true}
+		m := NewMetrics(prometheus.NewRegistry())
+		r := New(Config{}, "gw", "boot", newTable(), far, slog.New(slog.NewTextHandler(&out, nil)), m)
+		stop := begin(r)
+		r.Count(time.Now(), "a", "r", "", "", 1)
+		time.Sleep(5*time.Minute + 30*time.Second)
+		synctest.Wait()
+		if n := testutil.ToFloat64(m.Degraded); n != 1 {
+			t.Errorf("degraded = %v, want 1", n)
+		}
+		far.setAway(false)
+		time.Sleep(3 * time.Second)
+		synctest.Wait()
+		if n := testutil.ToFloat64(m.Degraded); n != 0 {
+			t.Errorf("degraded = %v, want 0", n)
+		}
+		if err := stop(); err != nil {
+			t.Fatal(err)
+		}
+		if n := strings.Count(out.String(), "\n"); n < 6 || n > 7 {
+			t.Errorf("%d lines for an outage of five minutes, want one, one a minute, and one at its end:\n%s", n, out.String())
+		}
+	})
+}
+
+// Property: what is counted is what is stored, to the unit, over random failures, lost answers, splits, outages with
+// merging, and a shutdown.
+func TestWhatIsCountedIsWhatIsStored(t *testing.T) {
+	synctestRapid(t, func(t *rapid.T) {
+		rng := rand.New(rand.NewPCG(rapid.Uint64().Draw(t, "seed"), 1))
+		far := &stream{fault: func() (bool, error) {
+			switch rng.IntN(4) {
+			case 0:
+				return false, errors.New("lost")
+			case 1:
+				return true, errors.New("answer lost")
+			}
+			return true, nil
+		}}
+		buckets := newTable()
+		cfg := Config{MaxEntries: rapid.IntRange(1, 20).Draw(t, "entries"), MaxReports: rapid.IntRange(1, 5).Draw(t, "reports"),
+			MaxBytes: rapid.SampledFrom([]int{300, 1000, 512 << 10}).Draw(t, "bytes"), DrainTimeout: time.Hour}
+		m := NewMetrics(prometheus.NewRegistry())
+		r := New(cfg, "gw", "boot", buckets, far, quiet, m)
+		stop := begin(r)
+		defer func() { _ = stop() }() // a bubble ends when all in it has ended
+		requests, cost := map[usageKey]uint64{}, map[usageKey]uint64{}
+		taken, cum := map[bucketKey]uint64{}, map[bucketKey]uint64{}
+		var n uint64
+		for range rapid.IntRange(1, 30).Draw(t, "steps") {
+			far.setAway(rng.IntN(3) == 0)
+			for range rng.IntN(50) {
+				k := usageKey{tenant: fmt.Sprint("t", rng.IntN(30)), route: fmt.Sprint("r", rng.IntN(2))}
+				if rng.IntN(3) == 0 {
+					k.rule, k.layer = "contract", "contract"
+				}
+				c := rng.Int64N(5) + 1
+				r.Count(time.Now(), k.tenant, k.route, k.rule, k.layer, c)
+				requests[k]++
+				cost[k] += uint64(c)
+				n++
+			}
+			for range rng.IntN(10) {
+				b := bucketKey{rule: "contract", key: fmt.Sprint("t", rng.IntN(5)), incarnation: uint32(rng.IntN(2))}
+				d := rng.Uint64N(9)
+				taken[b] += d
+				cum[b] += d
+				buckets.put(rng.IntN(2) == 0, schemas.Tokens{Rule: b.rule, Key: b.key, Incarnation: b.incarnation, Taken: d, Cum: cum[b], Window: time.Millisecond})
+			}
+			time.Sleep(time.Duration(rng.Int64N(int64(20 * time.Minute))))
+		}
+		far.setAway(false)
+		if err := stop(); err != nil {
+			t.Fatal(err)
+		}
+		far.mu.Lock()
+		for _, w := range far.wrong {
+			t.Error(w)
+		}
+		far.mu.Unlock()
+		gotRequests, gotCost := far.sums()
+		for k := range requests {
+			if gotRequests[k] != requests[k] || gotCost[k] != cost[k] {
+				t.Fatalf("%+v: stored %d of cost %d, want %d of %d", k, gotRequests[k], gotCost[k], requests[k], cost[k])
+			}
+		}
+		if got := total(gotRequests); got != n {
+			t.Fatalf("stored %d, want %d", got, n)
+		}
+		gotTaken, gotCum := map[bucketKey]uint64{}, map[bucketKey]uint64{}
+		for _, rep := range far.reports {
+			if e := len(rep.Usage) + len(rep.Tokens) + len(rep.Rejections); e > cfg.MaxEntries {
+				t.Fatalf("report %d has %d entries, want at most %d", rep.Seq, e, cfg.MaxEntries)
+			}
+			if e := len(rep.Usage) + len(rep.Tokens); len(far.bytes[rep.Seq]) > cfg.MaxBytes && e > 1 {
+				t.Fatalf("report %d has %d bytes, want at most %d", rep.Seq, len(far.bytes[rep.Seq]), cfg.MaxBytes)
+			}
+			for _, b := range rep.Tokens {
+				k := bucketKey{b.Rule, b.Key, b.Incarnation}
+				gotTaken[k] += b.Taken
+				gotCum[k] = max(gotCum[k], b.Cum)
+			}
+		}
+		for k := range taken {
+			if gotTaken[k] != taken[k] || gotCum[k] != cum[k] {
+				t.Fatalf("%+v: taken %d and cum %d, want %d and %d", k, gotTaken[k], gotCum[k], taken[k], cum[k])
+			}
+		}
+		for stage, c := range map[string]prometheus.Counter{"admitted": m.Admitted, "spooled": m.Spooled, "acked": m.Acked} {
+			if got := testutil.ToFloat64(c); got != float64(n) {
+				t.Fatalf("%s = %v, want %d", stage, got, n)
+			}
+		}
+		if a, b, c := testutil.ToFloat64(m.Degraded), testutil.ToFloat64(m.Reports), testutil.ToFloat64(m.Merged); a != 0 || b != 0 || c != 0 {
+			t.Fatalf("gauges at the end: degraded %v, reports %v, merged %v, want 0", a, b, c)
+		}
+	})
+}
+
+// synctestRapid runs each check of a property in a bubble of its own.
+func synctestRapid(t *testing.T, prop func(*rapid.T)) {
+	t.Helper()
+	rapid.Check(t, func(rt *rapid.T) {
+		var failure any // rapid fails by a panic, which must not end the bubble
+		synctest.Test(t, func(*testing.T) {
+			defer func() { failure = recover() }()
+			prop(rt)
+		})
+		if failure != nil {
+			panic(failure)
+		}
+	})
+}
+
+// An entry of an outage stays in its hour, under the first request's time.
+func TestMergingKeepsTheHour(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		far := &stream{away: true}
+		buckets := newTable()
+		r := New(Config{MaxReports: 1}, "gw", "boot", buckets, far, quiet, nil)
+		stop := begin(r)
+		begun := time.Now() // a full hour, in a bubble
+		for i := range 150 {
+			r.Count(time.Now(), "a", "r", "", "", 1)
+			buckets.put(true, schemas.Tokens{Rule: "c", Key: "a", Cum: uint64(i + 1), Taken: 1, Refused: 2, TokensMin: int64(100 - i%7), TokensLast: int64(i), Window: time.Minute})
+			time.Sleep(time.Minute)
+		}
+		far.setAway(false)
+		if err := stop(); err != nil {
+			t.Fatal(err)
+		}
+		far.check(t)
+		perHour := map[int]uint64{}
+		entries := 0
+		for _, rep := range far.reports {
+			for _, u := range rep.Usage {
+				perHour[int(u.Time.Sub(begun)/time.Hour)] += u.Allowed
+				entries++
+			}
+		}
+		if perHour[0] != 60 || perHour[1] != 60 || perHour[2] != 30 {
+			t.Errorf("requests by hour = %v, want 60, 60, 30", perHour)
+		}
+		if entries > 5 {
+			t.Errorf("%d entries for three hours of one tenant", entries)
+		}
+		last := far.reports[len(far.reports)-1]
+		if n := len(far.reports); n > 6 {
+			t.Errorf("%d reports", n)
+		}
+		var taken, refused, cum uint64
+		var window time.Duration
+		low := int64(1000)
+		for _, rep := range far.reports {
+			for _, b := range rep.Tokens {
+				taken, refused, window = taken+b.Taken, refused+b.Refused, window+b.Window
+				cum, low = max(cum, b.Cum), min(low, b.TokensMin)
+			}
+		}
+		if taken != 150 || refused != 300 || cum != 150 || low != 94 || window != 150*time.Minute {
+			t.Errorf("buckets: taken %d, refused %d, cum %d, min %d over %s; last report %+v", taken, refused, cum, low, window, last)
+		}
+	})
+}
+
+// 10,000 tenants, six hours without NATS, a request of each every few minutes: memory follows keys and hours, not requests.
+func TestOutageMemoryIsBounded(t *testing.T) {
+	const tenants, hours = 10_000, 6
+	synctest.Test(t, func(t *testing.T) {
+		names := make([]string, tenants)
+		for i := range names {
+			names[i] = fmt.Sprint("tenant-", i)
+		}
+		far := &stream{away: true}
+		r := New(Config{HotEvery: time.Minute, UsageEvery: time.Minute, AllEvery: time.Minute, DrainTimeout: time.Hour}, "gw", "boot", newTable(), far, quiet, nil)
+		stop := begin(r)
+		heap := func() uint64 {
+			runtime.GC()
+			var m runtime.MemStats
+			runtime.ReadMemStats(&m)
+			return m.HeapAlloc
+		}
+		before := heap()
+		n := uint64(0)
+		for range hours * 12 {
+			for _, name := range names {
+				r.Count(time.Now(), name, "r", "", "", 1)
+				n++
+			}
+			time.Sleep(5 * time.Minute)
+		}
+		synctest.Wait()
+		used := heap() - before
+		entries := r.merging()
+		reports, requests := r.Pending()
+		t.Logf("%d requests wait in %d reports and %d entries: %d MB, %d bytes for each key and hour", requests, reports, entries, used>>20, used/(tenants*hours))
+		if requests != n || reports != 64 {
+			t.Errorf("Pending() = %d, %d, want 64, %d", reports, requests, n)
+		}
+		if entries > tenants*hours {
+			t.Errorf("%d entries, want at most one for each of %d keys and %d hours", entries, tenants, hours)
+		}
+		// 400 bytes each, as the comment on Reporter says, and 16 MB for the sealed reports and the counters.
+		if limit := uint64(tenants*hours*400 + 16<<20); used > limit {
+			t.Errorf("%d bytes in use, want at most %d", used, limit)
+		}
+		far.setAway(false)
+		if err := stop(); err != nil {
+			t.Fatal(err)
+		}
+		far.check(t)
+		stored, _ := far.sums()
+		if total(stored) != n {
+			t.Errorf("%d requests are stored, want %d", total(stored), n)
+		}
+		runtime.KeepAlive(names)
+	})
+}
+
+// Count never waits for a report: with a far side that hangs for good, a million requests are counted.
+func TestRequestsAreNotSlowedByAHangingPublisher(t *testing.T) {
+	block := make(chan struct{})
+	hang := publisherFunc(func(ctx context.Context, _ *schemas.Report) error {
+		select {
+		case <-block:
+		case <-ctx.Done():
+		}
+		return ctx.Err()
+	})
+	r := New(Config{HotEvery: time.Millisecond, UsageEvery: time.Millisecond, MaxReports: 1, DrainTimeout: time.Millisecond}, "gw", "boot", newTable(), hang, quiet, nil)
+	stop := begin(r)
+	var wg sync.WaitGroup
+	const goroutines, each = 8, 50_000
+	for g := range goroutines {
+		wg.Go(func() {
+			for i := range each {
+				r.Count(time.Now(), [...]string{"hot", "a", "b"}[(i+g)%3], "r", "", "", 1)
+			}
+		})
+	}
+	wg.Wait()
+	if err := stop(); err == nil || !strings.Contains(err.Error(), fmt.Sprint(goroutines*each)) {
+		t.Errorf("Run = %v, want it to name %d requests", err, goroutines*each)
+	}
+}
+
+type publisherFunc func(context.Context, *schemas.Report) error
+
+func (f publisherFunc) Publish(ctx context.Context, r *schemas.Report) error { return f(ctx, r) }
+
+// An entry must stay in the bounds of a report, however much merges.
+func TestCountsBeyondTheBoundsOfAnEntryAreSplit(t *testing.T) {
+	p := newPending()
+	for range 5 {
+		p.addUsage(&cell{key: usageKey{tenant: "a"}, n: 2, cost: schemas.MaxCount / 2})
+	}
+	var cost, n uint64
+	for len(p.usage) > 0 {
+		r, c := p.cut(2, 1<<20)
+		p.remove(c)
+		for _, u := range r.Usage {
+			if u.Cost > schemas.MaxCount {
+				t.Errorf("cost = %d", u.Cost)
+			}
+			cost += u.Cost
+			n += u.Allowed
+		}
+	}
+	if n != 10 || cost != 5*(schemas.MaxCount/2) || p.requests != 0 || len(p.usageAt) != 0 {
+		t.Errorf("requests %d of cost %d, left %d, index %v", n, cost, p.requests, p.usageAt)
+	}
+}
+
+// The bound by which reports are split holds for the largest entries there are.
+func TestSizeBoundHolds(t *testing.T) {
+	long := strings.Repeat("x", schemas.MaxTextBytes)
+	p := newPending()
+	now := time.Now()
+	for i := range 2000 {
+		k := fmt.Sprintf("%s%d", long[:250], i)
+		p.addUsage(&cell{key: usageKey{k, long, long, long}, n: schemas.MaxCount, cost: schemas.MaxCount, first: now.UnixNano()})
+		p.addTokens(schemas.Tokens{Rule: long, Layer: long, Key: k, Tenant: long, Mode: "enforce", RateNanos: 1<<63 - 1, Capacity: 1<<63 - 1, LimitRateNanos: 1<<63 - 1,
+			LimitBurst: 1<<63 - 1, Taken: schemas.MaxCount, Refused: schemas.MaxCount, Cum: schemas.MaxCount, Incarnation: 1<<32 - 1, TokensMin: -1 << 63, TokensLast: -1 << 63, Window: 1<<63 - 1})
+		p.addRejections([]schemas.Rejection{{Time: now, Tenant: long, Route: long, Rule: long, Layer: long, Method: long, Path: long, Client: long, RetryAfterMS: 1<<63 - 1, Instance: long}}, 1<<20)
+	}
+	for p.len() > 0 {
+		r, c := p.cut(500, 512<<10)
+		p.remove(c)
+		r.Boot, r.Seq, r.PolicyVersion, r.SealedAt = strings.Repeat("b", 64), 1<<64-1, 1<<64-1, now
+		body, err := schemas.EncodeReport(r)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if len(body) >= 512<<10 {
+			t.Fatalf("%d bytes with %+v", len(body), c)
+		}
+		if len(body) < 256<<10 && p.len() > 0 {
+			t.Errorf("only %d bytes with %+v: the bound is too careful", len(body), c)
+		}
+	}
+}
