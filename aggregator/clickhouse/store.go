@@ -79,9 +79,9 @@ const (
 // port. The database is weir when the URL names none. Open touches no network; options of the driver may follow as a
 // query (secure=true, dial_timeout=1s, compress=lz4). No error contains the password.
 func Open(rawURL string, log *slog.Logger) (*Store, error) {
-	opt, err := ch.ParseDSN(rawURL)
-	if err != nil || !strings.Contains(rawURL, "://") {
-		return nil, errors.New("ClickHouse URL cannot be read, want clickhouse://user:password@host:9000/weir or http://host:8123/weir")
+	opt, err := parseURL(rawURL)
+	if err != nil {
+		return nil, err
 	}
 	if opt.Auth.Database == "" {
 		opt.Auth.Database = defaultDatabase
@@ -105,6 +105,30 @@ func Open(rawURL string, log *slog.Logger) (*Store, error) {
 		return nil, fmt.Errorf("open ClickHouse %s: %w", strings.Join(opt.Addr, ","), err)
 	}
 	return &Store{opt: opt, conn: conn, log: log}, nil
+}
+
+// parseURL leaves the reason out of its errors: it could contain a part of the password.
+func parseURL(rawURL string) (*ch.Options, error) {
+	bad := errors.New("ClickHouse URL cannot be read, want clickhouse://user:password@host:9000/weir or http://host:8123/weir")
+	u, err := url.Parse(rawURL)
+	if err != nil || u.Host == "" {
+		return nil, bad
+	}
+	switch q := u.Query(); u.Scheme {
+	case "clickhouse", "http":
+	case "https":
+		if !q.Has("secure") { // without it the driver refuses https
+			q.Set("secure", "true")
+			u.RawQuery = q.Encode()
+		}
+	default:
+		return nil, bad
+	}
+	opt, err := ch.ParseDSN(u.String())
+	if err != nil {
+		return nil, bad
+	}
+	return opt, nil
 }
 
 // Close releases the connections.
@@ -209,8 +233,9 @@ func reason(err error) string {
 	if op, ok := errors.AsType[*net.OpError](err); ok {
 		err = op
 	}
+	n, _ := errors.AsType[net.Error](err)
 	switch {
-	case errors.Is(err, context.DeadlineExceeded), errors.Is(err, ch.ErrAcquireConnTimeout):
+	case errors.Is(err, context.DeadlineExceeded), errors.Is(err, ch.ErrAcquireConnTimeout), n != nil && n.Timeout():
 		return "no answer in time"
 	case errors.Is(err, io.EOF), errors.Is(err, io.ErrUnexpectedEOF):
 		return "it closed the connection"

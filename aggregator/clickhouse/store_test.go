@@ -1,0 +1,383 @@
+package clickhouse
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net"
+	"strings"
+	"testing"
+	"time"
+
+	ch "github.com/ClickHouse/clickhouse-go/v2"
+
+	embedded "github.com/weirhq/weir/internal/embedded/clickhouse"
+	"github.com/weirhq/weir/internal/embedded/embeddedtest"
+	"github.com/weirhq/weir/schemas"
+)
+
+// open returns a store at url, with weir's schema.
+func open(t testing.TB, url string) *Store {
+	t.Helper()
+	s := unmigrated(t, url)
+	if err := s.Migrate(t.Context(), func(string) {}); err != nil {
+		t.Fatal(err)
+	}
+	return s
+}
+
+func unmigrated(t testing.TB, url string) *Store {
+	t.Helper()
+	s, err := Open(url, embeddedtest.Log(t))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := s.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	return s
+}
+
+// fresh is a store on a server of its own.
+func fresh(t testing.TB) *Store { return open(t, embeddedtest.ClickHouse(t).URL()) }
+
+// number asks for one number.
+func number(t testing.TB, s *Store, sql string) uint64 {
+	t.Helper()
+	var n uint64
+	if err := s.conn.QueryRow(t.Context(), "SELECT toUInt64("+sql+")").Scan(&n); err != nil {
+		t.Fatalf("%s: %v", sql, err)
+	}
+	return n
+}
+
+func exec(t testing.TB, s *Store, sql string) {
+	t.Helper()
+	if err := s.conn.Exec(t.Context(), sql); err != nil {
+		t.Fatalf("%s: %v", sql, err)
+	}
+}
+
+// wantUsage checks the number of usage rows and of requests in every table that holds them, with and without FINAL.
+func wantUsage(t testing.TB, s *Store, rows, requests uint64) {
+	t.Helper()
+	for sql, want := range map[string]uint64{
+		"(SELECT count() FROM usage)":                                              rows,
+		"(SELECT uniqExact(gateway, boot, seq, entry) FROM usage)":                 rows,
+		"(SELECT count() FROM usage FINAL)":                                        rows,
+		"(SELECT sum(allowed + rejected) FROM usage)":                              requests,
+		"(SELECT sum(allowed + rejected) FROM usage FINAL)":                        requests,
+		"(SELECT sum(allowed + rejected) FROM usage_1m)":                           requests,
+		"(SELECT sum(allowed + rejected) FROM usage_1h)":                           requests,
+		"(SELECT sum(allowed + rejected) FROM usage_1d)":                           requests,
+		"(SELECT sum(requests) FROM reports)":                                      requests,
+		"(SELECT sum(cost) FROM usage_1d) - (SELECT sum(cost) FROM usage)":         0,
+		"(SELECT sum(rejected) FROM usage_1m) - (SELECT sum(rejected) FROM usage)": 0,
+	} {
+		if got := number(t, s, sql); got != want {
+			t.Errorf("%s = %d, want %d", sql, got, want)
+		}
+	}
+}
+
+var noon = time.Date(2026, 11, 15, 12, 0, 0, 0, time.UTC)
+
+// reportAt is report seq of gateway gw with n usage entries from start on, a second apart: 3 requests each on average.
+func reportAt(gw string, seq uint64, start time.Time, n int) *schemas.Report {
+	r := &schemas.Report{Gateway: gw, Boot: "boot-" + gw, Seq: seq, PolicyVersion: 7, SealedAt: start.Add(time.Minute)}
+	for i := range n {
+		u := schemas.Usage{Time: start.Add(time.Duration(i) * time.Second), Tenant: fmt.Sprintf("tenant-%d", i%7), Route: "orders", Allowed: 3, Cost: 4}
+		if i%3 == 2 {
+			u.Rule, u.Layer, u.Allowed, u.Rejected = "contract", "contract", 0, 3
+		}
+		r.Usage = append(r.Usage, u)
+	}
+	return r
+}
+
+// batchOf is the range of the stream that begins at first and holds reports, which arrive a second apart.
+func batchOf(first uint64, reports ...*schemas.Report) schemas.Batch[*schemas.Report] {
+	b := schemas.Batch[*schemas.Report]{Stream: schemas.UsageStream, First: first, Last: first + uint64(len(reports)) - 1}
+	for i, r := range reports {
+		seq := first + uint64(i)
+		b.Items = append(b.Items, schemas.Delivered[*schemas.Report]{Seq: seq, Arrived: noon.Add(time.Hour + time.Duration(seq)*time.Second), Value: r})
+	}
+	return b
+}
+
+func store(t testing.TB, s *Store, b schemas.Batch[*schemas.Report]) {
+	t.Helper()
+	if err := s.Reports(t.Context(), b); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func TestMigrateIsIdempotentAndChecked(t *testing.T) {
+	server := embeddedtest.ClickHouse(t)
+	s := unmigrated(t, strings.TrimSuffix(server.URL(), "weir")+"elsewhere")
+	ctx := t.Context()
+
+	err := s.Check(ctx) // no database
+	if !errors.Is(err, ErrSchema) || !strings.Contains(err.Error(), "run weir migrate") || strings.Contains(err.Error(), "\n") {
+		t.Errorf("Check without database = %v, want one line with ErrSchema", err)
+	}
+	if err := s.Reports(ctx, batchOf(1, reportAt("a", 1, noon, 1))); !errors.Is(err, ErrSchema) {
+		t.Errorf("Reports without database = %v, want ErrSchema", err)
+	}
+	if err := s.createDatabase(ctx); err != nil {
+		t.Fatal(err)
+	}
+	if err := s.Check(ctx); !errors.Is(err, ErrSchema) || !strings.Contains(err.Error(), "run weir migrate") {
+		t.Errorf("Check of an empty database = %v, want ErrSchema", err)
+	}
+
+	var said []string
+	for range 2 {
+		if err := s.Migrate(ctx, func(line string) { said = append(said, line) }); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if want := "applying 0001_usage|applying 0002_rollups|applying 0003_tokens|applying 0004_events|the schema is at 4|the schema is at 4"; strings.Join(said, "|") != want {
+		t.Errorf("Migrate twice said %q, want %q", strings.Join(said, "|"), want)
+	}
+	if err := s.Check(ctx); err != nil {
+		t.Errorf("Check after Migrate = %v", err)
+	}
+	store(t, s, batchOf(1, reportAt("a", 1, noon, 2)))
+	wantUsage(t, s, 2, 6)
+
+	// A crash between the statements of a migration and the note that it was applied.
+	exec(t, s, "DELETE FROM schema_migrations WHERE version = 4 SETTINGS mutations_sync = 2")
+	if err := s.Check(ctx); !errors.Is(err, ErrSchema) || !strings.Contains(err.Error(), "is at 3 and this weir wants 4: run weir migrate") {
+		t.Errorf("Check of an older schema = %v", err)
+	}
+	if err := s.Migrate(ctx, func(string) {}); err != nil {
+		t.Errorf("Migrate again after a crash = %v", err)
+	}
+
+	exec(t, s, "INSERT INTO schema_migrations (version, name, checksum) VALUES (5, '0005_future', 'x')")
+	if err := s.Check(ctx); !errors.Is(err, ErrSchemaNewer) || !errors.Is(err, ErrSchema) {
+		t.Errorf("Check of a newer schema = %v, want ErrSchemaNewer", err)
+	}
+	exec(t, s, "DELETE FROM schema_migrations WHERE version >= 4 SETTINGS mutations_sync = 2")
+	exec(t, s, "INSERT INTO schema_migrations (version, name, checksum) VALUES (4, '0004_events', 'x')")
+	if err := s.Check(ctx); !errors.Is(err, ErrSchema) || !strings.Contains(err.Error(), "0004_events was applied with other text") {
+		t.Errorf("Check of a changed migration = %v", err)
+	}
+	if err := s.Migrate(ctx, func(string) {}); !errors.Is(err, ErrSchema) {
+		t.Errorf("Migrate over a changed migration = %v, want ErrSchema", err)
+	}
+}
+
+// Every migration can be repeated: each statement makes something that is not there yet.
+func TestMigrationsAreIdempotentStatements(t *testing.T) {
+	all, err := migrations()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, m := range all {
+		for _, sql := range m.statements {
+			var code []string
+			for line := range strings.Lines(sql) {
+				if !strings.HasPrefix(line, "--") {
+					code = append(code, line)
+				}
+			}
+			if text := strings.Join(code, ""); !strings.HasPrefix(text, "CREATE ") || !strings.Contains(text, " IF NOT EXISTS ") || strings.Count(text, "CREATE ") != 1 {
+				t.Errorf("%s: %.60q is not one idempotent statement", m.name, text)
+			}
+		}
+	}
+}
+
+// What the inserts say of a column's type is what the migrations made of it, and the names that users hold on to are there.
+func TestColumnsAreThoseOfTheSchema(t *testing.T) {
+	s := fresh(t)
+	types := map[string]string{}
+	if err := s.each(t.Context(), "SELECT table || '.' || name, type FROM system.columns WHERE database = currentDatabase()", func(name, typ string) { types[name] = typ }); err != nil {
+		t.Fatal(err)
+	}
+	check := func(table, name, typ string) {
+		t.Helper()
+		if got := types[table+"."+name]; got != typ {
+			t.Errorf("column %s.%s is %q, want %q", table, name, got, typ)
+		}
+	}
+	checkAll(check, usageTable)
+	checkAll(check, tokensTable)
+	checkAll(check, rejectionsTable)
+	checkAll(check, reportsTable)
+	checkAll(check, alertsTable)
+	checkAll(check, gatewaysTable)
+	checkAll(check, throttleTable)
+	check("tokens", "rate", "Float64")
+	for _, rollup := range rollups {
+		for name, typ := range map[string]string{"ts": instant, "tenant": "String", "route": low, "rule": low, "allowed": "UInt64", "rejected": "UInt64", "cost": "UInt64"} {
+			check(rollup.name, name, typ)
+		}
+	}
+	check("policy_changes", "ts", instant)
+}
+
+func checkAll[R any](check func(table, name, typ string), t table[R]) {
+	for _, c := range t.columns {
+		check(t.name, c.name, c.typ)
+	}
+}
+
+func TestOpenTouchesNoNetworkAndKeepsSecrets(t *testing.T) {
+	for _, tt := range []struct {
+		url, database string
+		protocol      ch.Protocol
+	}{
+		{"clickhouse://u:secret@192.0.2.1:9000/weir", "weir", ch.Native},
+		{"clickhouse://192.0.2.1:9000", "weir", ch.Native},
+		{"http://192.0.2.1:8123/other", "other", ch.HTTP},
+		{"https://192.0.2.1:8443", "weir", ch.HTTP},
+	} {
+		s, err := Open(tt.url, embeddedtest.Log(t))
+		if err != nil {
+			t.Errorf("Open(%s) = %v", tt.url, err)
+			continue
+		}
+		if s.opt.Auth.Database != tt.database || s.opt.Protocol != tt.protocol || s.opt.ReadTimeout != readTimeout || s.opt.DialTimeout != dialTimeout {
+			t.Errorf("Open(%s): database %s, protocol %s, timeouts %s %s", tt.url, s.opt.Auth.Database, s.opt.Protocol, s.opt.DialTimeout, s.opt.ReadTimeout)
+		}
+		if err := s.Close(); err != nil {
+			t.Error(err)
+		}
+	}
+	for _, bad := range []string{"", "secret", "clickhouse://u:secret@", "clickhouse://u:sec/ret@h:9000", "http://u:secret@h:port/", "mysql://u:secret@h/weir", "clickhouse://u:secret%zz@h"} {
+		if _, err := Open(bad, embeddedtest.Log(t)); err == nil || strings.Contains(err.Error(), "sec") || strings.Contains(err.Error(), "\n") {
+			t.Errorf("Open(%q) = %v, want one line without the password", bad, err)
+		}
+	}
+}
+
+func TestErrorsAreOneClearTypedLine(t *testing.T) {
+	server, err := embedded.Start(embedded.Config{Dir: t.TempDir(), Password: "right-horse"}, embeddedtest.Log(t))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() {
+		if err := server.Stop(); err != nil {
+			t.Error(err)
+		}
+	}()
+	host := strings.TrimSuffix(strings.TrimPrefix(server.URL(), "http://"), "/")
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	closed := l.Addr().String()
+	if err := l.Close(); err != nil {
+		t.Fatal(err)
+	}
+
+	for _, tt := range []struct {
+		name, url string
+		kind      error
+		says      string
+	}{
+		{"wrong password", "http://default:battery@" + host + "/weir", ErrDenied, "check the user and the password"},
+		{"no database", "http://default:right-horse@" + host + "/weir", ErrSchema, "run weir migrate"},
+		{"unreachable http", "http://default:right-horse@" + closed + "/weir", ErrUnreachable, "connection refused"},
+		{"unreachable native", "clickhouse://default:right-horse@" + closed + "/weir", ErrUnreachable, "connection refused"},
+		{"native to the HTTP port", "clickhouse://default:right-horse@" + host + "/weir?dial_timeout=300ms", ErrUnreachable, "no answer in time"},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			s := unmigrated(t, tt.url)
+			ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+			defer cancel()
+			for doing, f := range map[string]func() error{
+				"Check":   func() error { return s.Check(ctx) },
+				"Reports": func() error { return s.Reports(ctx, batchOf(1, reportAt("a", 1, noon, 1))) },
+				"Totals":  func() error { _, err := s.Totals(ctx, noon, noon.Add(time.Hour)); return err },
+			} {
+				err := f()
+				if !errors.Is(err, tt.kind) || !strings.Contains(err.Error(), tt.says) || strings.Contains(err.Error(), "\n") || len(err.Error()) > 400 {
+					t.Errorf("%s = %v, want one line of kind %q that says %q", doing, err, tt.kind, tt.says)
+				}
+				for _, secret := range []string{"battery", "horse"} {
+					if err != nil && strings.Contains(err.Error(), secret) {
+						t.Errorf("%s = %v: it tells the password", doing, err)
+					}
+				}
+				if tt.kind != ErrUnreachable && errors.Is(err, ErrUnreachable) {
+					t.Errorf("%s = %v: is also ErrUnreachable", doing, err)
+				}
+			}
+			if problems := s.Problems(ctx); tt.kind != ErrSchema && len(problems) != 1 {
+				t.Errorf("Problems = %q, want one", problems)
+			}
+		})
+	}
+}
+
+// What the server refuses for good has its own type; what may pass has not.
+func TestRefusedForGoodAndTooManyParts(t *testing.T) {
+	s := fresh(t)
+	exec(t, s, "ALTER TABLE usage ADD CONSTRAINT no_devil CHECK tenant != 'devil'")
+	bad := reportAt("a", 1, noon, 1)
+	bad.Usage[0].Tenant = "devil"
+	if err := s.Reports(t.Context(), batchOf(1, bad)); !errors.Is(err, ErrRefused) {
+		t.Errorf("Reports that break a constraint = %v, want ErrRefused", err)
+	}
+
+	// B038: code 252 passes; the caller keeps the batch, and the count is exact in the end.
+	exec(t, s, "SYSTEM STOP MERGES usage")
+	store(t, s, batchOf(2, reportAt("b", 1, noon, 2)))
+	exec(t, s, "ALTER TABLE usage MODIFY SETTING parts_to_throw_insert = 1, parts_to_delay_insert = 1000")
+	b := batchOf(3, reportAt("b", 2, noon, 2))
+	err := s.Reports(t.Context(), b)
+	if ex, ok := errors.AsType[*ch.Exception](err); !ok || ex.Code != 252 || errors.Is(err, ErrRefused) || errors.Is(err, ErrUnreachable) {
+		t.Errorf("Reports with too many parts = %v, want code 252 and no kind", err)
+	}
+	exec(t, s, "ALTER TABLE usage MODIFY SETTING parts_to_throw_insert = 3000")
+	store(t, s, b)
+	wantUsage(t, s, 4, 12)
+}
+
+func TestProblems(t *testing.T) {
+	s := fresh(t)
+	if got := s.Problems(t.Context()); len(got) != 0 {
+		t.Errorf("Problems of a good server = %q, want none", got)
+	}
+	exec(t, s, "ALTER TABLE usage_1h MODIFY SETTING non_replicated_deduplication_window = 0")
+	exec(t, s, "ALTER TABLE usage RESET SETTING fsync_after_insert")
+	exec(t, s, "ALTER TABLE gateways ADD COLUMN seen DateTime")
+	exec(t, s, "DELETE FROM schema_migrations WHERE version = 4 SETTINGS mutations_sync = 2")
+	want := []string{"run weir migrate", "table usage has no fsync_after_insert", "table usage_1h has no non_replicated_deduplication_window", "column gateways.seen is DateTime"}
+	got := s.Problems(t.Context())
+	if len(got) != len(want) {
+		t.Fatalf("Problems = %q, want %d", got, len(want))
+	}
+	for i := range want {
+		if !strings.Contains(got[i], want[i]) {
+			t.Errorf("Problems[%d] = %q, want %q in it", i, got[i], want[i])
+		}
+	}
+}
+
+// The settings that decide whether a redo is harmless are known to this engine, so that they are sent.
+func TestEverySettingIsSent(t *testing.T) {
+	s := fresh(t)
+	got, err := s.settings(t.Context(), "token")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for name := range insertSettings {
+		if _, ok := got[name]; !ok {
+			t.Errorf("setting %s is unknown to the engine and not sent", name)
+		}
+	}
+	if got["async_insert"] != 0 || got["insert_deduplication_token"] != "token" || got["deduplicate_blocks_in_dependent_materialized_views"] != 1 {
+		t.Errorf("settings = %v", got)
+	}
+	if _, err := json.Marshal(got); err != nil {
+		t.Error(err)
+	}
+}
