@@ -24,6 +24,8 @@ const (
 	shareBytes = 80
 	// queue is the group of aggregators of which one answers a request.
 	queue = "weir-aggregator"
+	// waiting bounds the messages of one subject that wait to be handled. What is beyond is lost, and comes again.
+	waiting = 4096
 	// snapshotTimeout bounds the work on one request. The gateway asks again.
 	snapshotTimeout = 5 * time.Second
 )
@@ -119,6 +121,8 @@ func NewServer(nc *nats.Conn, centre Centre, log *slog.Logger, m *Metrics) *Serv
 // Run serves until ctx is done, over every reconnect.
 func (s *Server) Run(ctx context.Context) (err error) {
 	ctx, cancel := context.WithCancel(ctx)
+	var running sync.WaitGroup
+	defer running.Wait()
 	defer cancel()
 	for _, sub := range []struct {
 		subject, queue string
@@ -128,12 +132,8 @@ func (s *Server) Run(ctx context.Context) (err error) {
 		{schemas.SnapshotPrefix + "*", queue, s.snapshot},
 		{schemas.ClockSubject, queue, s.clock},
 	} {
-		var running sync.WaitGroup // in the handler: Unsubscribe does not wait for it
-		n, err := s.nc.QueueSubscribe(sub.subject, sub.queue, func(msg *nats.Msg) {
-			running.Add(1)
-			defer running.Done()
-			sub.handle(ctx, msg)
-		})
+		messages := make(chan *nats.Msg, waiting)
+		n, err := s.nc.ChanQueueSubscribe(sub.subject, sub.queue, messages)
 		if err != nil {
 			return fmt.Errorf("subscribe to %s: %w", sub.subject, err)
 		}
@@ -141,8 +141,17 @@ func (s *Server) Run(ctx context.Context) (err error) {
 			if e := n.Unsubscribe(); e != nil && !errors.Is(e, nats.ErrConnectionClosed) {
 				err = errors.Join(err, fmt.Errorf("unsubscribe from %s: %w", sub.subject, e))
 			}
-			running.Wait()
 		}()
+		running.Go(func() { // one for each subject: a slow snapshot delays nobody's clock
+			for {
+				select {
+				case msg := <-messages:
+					sub.handle(ctx, msg)
+				case <-ctx.Done():
+					return
+				}
+			}
+		})
 	}
 	<-ctx.Done()
 	return nil

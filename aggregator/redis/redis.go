@@ -25,8 +25,9 @@ type Config struct {
 	Cluster   bool          // URL names a node of a Redis Cluster: one key per script call
 	Namespace string        // prefix of every key ("weir")
 	Dial      time.Duration // for a connection (250ms)
-	Timeout   time.Duration // for a reply (100ms); what was sent before may have been applied, and is safe to send again
+	Timeout   time.Duration // for a reply (500ms: no request waits for it). What was sent may have been applied, and may be sent again
 	Pipeline  int           // keys in one round trip (1000)
+	PerCall   int           // keys in one script call, which holds Redis up for about 5 µs each (50; always 1 in a cluster)
 	MaxLive   int           // keys in the index of live ones (200,000)
 }
 
@@ -34,11 +35,17 @@ type Config struct {
 var ErrUnreachable = errors.New("redis is unreachable")
 
 const (
-	perCall  = 50          // keys in one script call outside a cluster: it holds Redis up for about 0.2 ms
 	liveFor  = time.Minute // a mark in the index of live keys holds this long
 	argsHead = 3           // arguments of a fold
-	argsUse  = 10          // arguments of a use
+	argsUse  = 8           // arguments of a use
 )
+
+// The client logs to standard error what it also returns.
+func init() { redis.SetLogger(silent{}) }
+
+type silent struct{}
+
+func (silent) Printf(context.Context, string, ...any) {}
 
 //go:embed lua/fold.lua
 var foldSource string
@@ -61,7 +68,7 @@ var _ aggregator.Counter = (*Counter)(nil)
 // New returns a counter. It touches no network.
 func New(cfg Config) (*Counter, error) {
 	for _, d := range []struct{ field, value *time.Duration }{
-		{&cfg.Dial, ptr(250 * time.Millisecond)}, {&cfg.Timeout, ptr(100 * time.Millisecond)},
+		{&cfg.Dial, ptr(250 * time.Millisecond)}, {&cfg.Timeout, ptr(500 * time.Millisecond)},
 	} {
 		if *d.field == 0 {
 			*d.field = *d.value
@@ -75,6 +82,12 @@ func New(cfg Config) (*Counter, error) {
 	}
 	if cfg.Pipeline == 0 {
 		cfg.Pipeline = 1000
+	}
+	if cfg.PerCall == 0 {
+		cfg.PerCall = 50
+	}
+	if cfg.Cluster {
+		cfg.PerCall = 1
 	}
 	if cfg.MaxLive == 0 {
 		cfg.MaxLive = 200_000
@@ -174,10 +187,7 @@ type call struct {
 // pipeline folds in one round trip. The script's cache may be empty at any time, even between two commands: the first command
 // brings the text, and what fails for want of it (only that) is sent again.
 func (c *Counter) pipeline(ctx context.Context, folds []aggregator.Fold, states []aggregator.KeyState) error {
-	size := perCall
-	if c.cfg.Cluster {
-		size = 1
-	}
+	size := c.cfg.PerCall
 	calls := make([]call, 0, len(folds)/size+1)
 	for lo := 0; lo < len(folds); lo += size {
 		hi := min(lo+size, len(folds))
@@ -197,10 +207,14 @@ func (c *Counter) pipeline(ctx context.Context, folds []aggregator.Fold, states 
 			cmds[i] = cmd
 			_ = pipe.Process(ctx, cmd) // queues
 		}
-		_, _ = pipe.Exec(ctx) // each command has its own error
+		_, whole := pipe.Exec(ctx)
 		var again []call
 		for i, cmd := range cmds {
-			switch err := cmd.Err(); {
+			err := cmd.Err()
+			if err == nil && len(cmd.(*redis.SliceCmd).Val()) == 0 {
+				err = whole // the connection was refused before any command went out
+			}
+			switch {
 			case err == nil:
 				if err := c.read(&calls[i], cmd.(*redis.SliceCmd).Val()); err != nil {
 					return fmt.Errorf("fold: %w", err)
@@ -242,7 +256,7 @@ func (c *Counter) args(folds []aggregator.Fold) []any {
 			if u.DemandNanos > 0 {
 				demand = max(demand, 1)
 			}
-			args = append(args, "c:"+u.Gateway+":"+u.Boot+":"+inc, "d:"+u.Gateway, u.Boot, inc, u.Seq, u.Cum, u.From, u.Settled,
+			args = append(args, "c:"+u.Gateway+":"+u.Boot+":"+inc, u.Gateway, min(u.Seq, 1<<53-1), u.Cum, u.From, u.Settled,
 				demand, u.Window.Microseconds())
 		}
 	}
@@ -275,39 +289,41 @@ func (c *Counter) read(to *call, result []any) error {
 // decode reads one state; s.At is known.
 func decode(s *aggregator.KeyState, v any) error {
 	state, ok := v.([]any)
-	if !ok || len(state) < 5 {
+	if !ok || len(state) < 4 {
 		return fmt.Errorf("script returned %T", v)
 	}
 	level, ok1 := state[0].(int64)
 	version, ok2 := state[1].(int64)
-	rate, ok3 := state[3].(string)
-	burst, ok4 := state[4].(string)
-	if !ok1 || !ok2 || !ok3 || !ok4 {
-		return fmt.Errorf("script returned %v", state[:5])
+	demands, ok3 := state[3].(string)
+	if !ok1 || !ok2 || !ok3 {
+		return fmt.Errorf("script returned %v", state)
 	}
 	s.LevelMicros, s.Version, s.Lost = level, uint64(version), state[2] == int64(1)
-	if s.Limit == (aggregator.Limit{}) {
-		r, err1 := strconv.ParseInt(rate, 10, 64)
-		b, err2 := strconv.ParseInt(burst, 10, 64)
+	if len(state) == 6 { // a look
+		rate, _ := state[4].(string)
+		burst, _ := state[5].(string)
+		var err1, err2 error
+		s.Limit.RateNanos, err1 = strconv.ParseInt(rate, 10, 64)
+		s.Limit.Burst, err2 = strconv.ParseInt(burst, 10, 64)
 		if err := errors.Join(err1, err2); err != nil {
 			return err
 		}
-		s.Limit = aggregator.Limit{RateNanos: r, Burst: b}
 	}
-	for i := 5; i+1 < len(state); i += 2 {
-		field, _ := state[i].(string)
-		value, _ := state[i+1].(string)
-		if d, ok := demand(field, value, s.At); ok {
+	if n := strings.Count(demands, " "); n > 0 {
+		s.Demands = make([]aggregator.Demand, 0, n/3)
+	}
+	for one := range strings.SplitSeq(demands, ";") {
+		if d, ok := demand(one, s.At); ok {
 			s.Demands = append(s.Demands, d)
 		}
 	}
 	return nil
 }
 
-// demand reads "demand until since …" as it is at now; one that has faded, or cannot be read, is none.
-func demand(field, value string, now int64) (aggregator.Demand, bool) {
+// demand reads "gateway demand until since" as it is at now; one that has faded, or cannot be read, is none.
+func demand(text string, now int64) (aggregator.Demand, bool) {
+	gateway, rest, _ := strings.Cut(text, " ")
 	var n [3]int64 // demand, until, since
-	rest := value
 	for i := range n {
 		word, tail, _ := strings.Cut(rest, " ")
 		v, err := strconv.ParseInt(word, 10, 64)
@@ -320,7 +336,7 @@ func demand(field, value string, now int64) (aggregator.Demand, bool) {
 	if rate <= 0 {
 		return aggregator.Demand{}, false
 	}
-	return aggregator.Demand{Gateway: strings.TrimPrefix(field, "d:"), RateNanos: min(rate, aggregator.MaxRateNanos/1000) * 1000, Since: n[2]}, true
+	return aggregator.Demand{Gateway: gateway, RateNanos: min(rate, aggregator.MaxRateNanos/1000) * 1000, Since: n[2]}, true
 }
 
 // Mark is aggregator.Counter.

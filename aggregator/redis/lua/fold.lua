@@ -2,83 +2,122 @@
 --
 -- KEYS   one hash per key. In a cluster one key a call; elsewhere many, so that one call costs one TIME and one dispatch.
 -- ARGV   for each key: rate (billionths of a token per second, '' leaves the limit and does not make the key), burst (tokens),
---        number of uses; for each use: cum field, demand field, boot, incarnation, seq (0 leaves the demand), cum, from, settled,
---        demand (millionths of a token per second), window (µs). Meaning: aggregator.Use.
+--        number of uses; for each use: mark field, gateway, seq (0 leaves the demand), cum, from, settled, demand (millionths of a
+--        token per second), window (µs). Meaning: aggregator.Use.
 -- RESULT {now µs, state of each key}; a state is false for a key that is not there, else
---        {level µtokens, version, 1 if state was lost, rate, burst, demand field, its value, …}.
+--        {level µtokens, version, 1 if state was lost, demands, and of a look the limit's rate and burst}.
 --        Numbers are whole and below 2^53, so none is cut on its way through a double. The total is not among them: HGET n.
--- ATOMIC the whole call: of each key, limit, level, clock, marks and total change together and expire together, so a failover
---        that loses one loses all, and a replay of the reports repairs exactly.
--- REPEAT harmless: cum only grows, a use is charged by how much it grew, a demand counts once per seq, the total is the sum of
---        the cums. Only the version moves.
+-- ATOMIC the whole call. Limit, level, clock, marks and total of a key are in one hash: they change, expire and are lost in a
+--        failover together, and a replay of the reports then repairs exactly.
+-- REPEAT harmless: a mark only grows, a use is charged by how much its mark grew, a demand counts once per seq, the total is the
+--        sum of the marks. Only the version moves.
 --
--- Fields: r b limit · l level, may be negative (debt) · f billionths of a µtoken earned and not yet credited, so that slow rates
--- lose nothing · t µs of the last refill · v version · n total (HINCRBY: it may pass 2^53) · p when to prune next
--- c:GATEWAY:BOOT:INCARNATION "cum seen" · d:GATEWAY "demand until since seq boot incarnation"
+-- Fields: r b limit · l level, may be negative (debt) · f billionths of a µtoken earned and not yet credited, so that slow rates lose
+-- nothing (absent: 0) · t µs of the last refill · v version, where it is ahead of t · n total (HINCRBY: it may pass 2^53)
+-- d demands ";GATEWAY demand until since;…" · c:GATEWAY:BOOT:INCARNATION mark "cum seq", and since when unused if pruning saw it.
 -- A damaged field is made good: level anew from a full bucket, time from now. Debt is at most the burst and five seconds of the rate.
+-- A number becomes text once, and text is passed on as it came: that is much of what this script costs.
 local HOUR, DAY = 3600000000, 86400000000
-local floor, max, min, format = math.floor, math.max, math.min, string.format
+local floor, max, min, format, match, find, sub, call = math.floor, math.max, math.min, string.format, string.match, string.find, string.sub, redis.call
 
--- whole returns s as a whole number that a double holds exactly, or nil.
-local function whole(s)
-  local n = tonumber(s)
-  if n and n > -9e15 and n < 9e15 and n == floor(n) then return n end
+-- num returns s as a number whose whole part a double holds exactly, or nil.
+local function num(s)
+  local n = tonumber(s or nil)
+  if n and n > -9e15 and n < 9e15 then return n end
 end
 
--- prune drops the marks of boots and incarnations that a gateway has left behind for an hour, and of gateways silent for a day.
-local function prune(key, h, now)
-  local gone = {}
-  for field, value in pairs(h) do
-    local gateway, boot, inc = string.match(field, '^c:([^:]+):([^:]+):(%d+)$')
+-- prune drops marks that were not used for an hour, but the newest of a gateway only after a day.
+local function prune(key, now)
+  local newest, marks, gone, kept = {}, {}, {}, {}
+  local flat = call('HGETALL', key)
+  for i = 1, #flat, 2 do
+    local gateway = match(flat[i], '^c:([^:]+):')
     if gateway then
-      local seen = whole(string.match(value, ' (%d+)$')) or 0
-      local current = string.match(h['d:' .. gateway] or '', ' (%S+ %d+)$') == boot .. ' ' .. inc
-      if now - seen > (current and DAY or HOUR) then gone[#gone + 1] = field end
-    elseif string.sub(field, 1, 2) == 'd:' and now - (whole(string.match(value, '^%d+ (%d+) ')) or 0) > DAY then
-      gone[#gone + 1] = field
+      local since = num(match(flat[i + 1], '^%d+ %d+ (%d+)$')) or now
+      marks[#marks + 1] = {flat[i], gateway, since, flat[i + 1]}
+      newest[gateway] = max(newest[gateway] or 0, since)
     end
   end
-  for i = 1, #gone, 100 do redis.call('HDEL', key, unpack(gone, i, min(i + 99, #gone))) end
+  for i = 1, #marks do
+    local field, gateway, since, value = unpack(marks[i])
+    if now - since > (since == newest[gateway] and DAY or HOUR) then
+      gone[#gone + 1] = field
+    elseif since == now then
+      kept[#kept + 1] = field
+      kept[#kept + 1] = (match(value, '^%d+ %d+') or '0 0') .. format(' %d', now)
+    end
+  end
+  for i = 1, #gone, 100 do call('HDEL', key, unpack(gone, i, min(i + 99, #gone))) end
+  for i = 1, #kept, 100 do call('HSET', key, unpack(kept, i, min(i + 99, #kept))) end
 end
 
-local clock = redis.call('TIME')
+-- forget drops the demands that have faded.
+local function forget(d, now)
+  return ';' .. string.gsub(d, '[^;]*;', function(one)
+    local til = num(match(one, ' (%d+) %d+;$'))
+    if not til or now - til > 10000000 then return '' end
+  end)
+end
+
+-- ask returns what is asked from now on, "demand until since": so much (a number, and as text) until then, if that is more than what
+-- is left of the old demand; else the old one fades on as it is.
+local function ask(old, asked, text, til, now, stamp)
+  local q, ends, since
+  if old then
+    q, ends, since = match(old, '^(%d+) (%d+) (%d+)$')
+    q, ends = num(q), num(ends)
+  end
+  if not (q and ends) or ends > now + 60000000 or now - ends > 10000000 then
+    since = stamp
+  elseif asked < (now > ends and floor(q * 0.5 ^ ((now - ends) / 1e6)) or q) then
+    return old
+  end
+  return text .. format(' %d ', til) .. since
+end
+
+local clock = call('TIME')
 local now = clock[1] * 1000000 + clock[2]
-local stamp = format('%.0f', now)
+local stamp = format('%d', now)
+local quarter = floor(now / (HOUR / 4))
 local out = {now}
 local a = 1
+local rate0, burst0, full, tokens, nanos, speed -- the limit that was read last: neighbours often share one
 for k = 1, #KEYS do
   local key, rate, burst, uses = KEYS[k], ARGV[a], ARGV[a + 1], tonumber(ARGV[a + 2])
   a = a + 3
 
-  local h, demands, lost = {}, {}, 0
-  local flat = redis.pcall('HGETALL', key)
-  if flat.err then -- not a hash: whatever it is, it is not ours
-    redis.call('DEL', key)
-    flat, lost = {}, 1
+  local want = {key, 'r', 'b', 'l', 'f', 't', 'v', 'd'}
+  for j = 1, min(uses, 500) do want[j + 8] = ARGV[a + (j - 1) * 8] end
+  local got = redis.pcall('HMGET', unpack(want))
+  local lost = 0
+  if got.err then -- not a hash: whatever it is, it is not ours
+    call('DEL', key)
+    got, lost = {}, 1
   end
-  for i = 1, #flat, 2 do
-    local field = flat[i]
-    h[field] = flat[i + 1]
-    if string.sub(field, 1, 2) == 'd:' then demands[#demands + 1] = field end
+  local r, b, d, marks = got[1], got[2], got[7] or '', {}
+  local look = rate == ''
+  if look then rate, burst = r or '', b end
+  if rate ~= rate0 or burst ~= burst0 then
+    rate0, burst0 = rate, burst
+    -- the rate in two exact parts, whole tokens and billionths; and in µtokens per µs for what need not be exact
+    full, tokens, nanos = num(burst), num('0' .. sub(rate, 1, -10)), num(sub(rate, -9))
+    speed = tokens and nanos and tokens + nanos / 1e9 or 0
+    full = speed > 0 and full and full * 1000000
   end
-  if rate == '' then rate, burst = h.r, h.b end
-  local full, tokens, nanos = whole(burst), whole('0' .. string.sub(rate or '', 1, -10)), whole(string.sub(rate or '', -9))
-  if not (full and tokens and nanos and tokens + nanos > 0) then
+  if not full then
     out[k + 1] = false
+    a = a + 8 * uses
   else
-    full = full * 1000000
-    local speed = tokens + nanos / 1e9 -- µtokens per µs, for what need not be exact
-
-    local level, frac, at = whole(h.l), whole(h.f), whole(h.t)
+    local level, frac, at = num(got[3]), got[4] and num(got[4]) or 0, num(got[5])
+    local before = max(got[6] and num(got[6]) or 0, at or 0)
     if not (level and frac and at) then
-      if #flat > 0 then lost = 1 end
+      if r or b or got[3] or got[4] or got[5] then lost = 1 end
       level, frac, at = level or full, 0, at or now
     end
     if frac < 0 or frac >= 1e9 then frac = 0 end
     local dt = now - at
     if dt > 0 and level < full then
-      local missing = full - level
-      if dt * speed > missing + 2 then
+      if dt * speed > full - level + 2 then
         level = full
       else -- exact: every product and sum is below 2^53
         local s = floor(dt / 1e6)
@@ -91,70 +130,87 @@ for k = 1, #KEYS do
     end
     if level >= full then level, frac = full, 0 end
 
-    local set, n = {'b', burst, 'r', rate, 't', stamp}, 6
-    local grown = 0
-    for _ = 1, uses do
-      local cfield, dfield, boot, inc, seq = ARGV[a], ARGV[a + 1], ARGV[a + 2], ARGV[a + 3], ARGV[a + 4]
-      local cum, from, settled = tonumber(ARGV[a + 5]), tonumber(ARGV[a + 6]), tonumber(ARGV[a + 7])
-      local asked, window = tonumber(ARGV[a + 8]), tonumber(ARGV[a + 9])
-      a = a + 10
-
-      local mark = h[cfield]
-      local old = mark and whole(string.match(mark, '^(%d+) '))
-      if cum > (old or 0) then grown = grown + cum - (old or 0) end
-      local charge = cum - (old and max(old, settled) or from)
+    local set, n, grown, demands, crowd = {key, 't', stamp}, 3, 0, d, nil
+    for j = 1, uses do
+      local field, seq = ARGV[a], ARGV[a + 2]
+      local cum, asked = tonumber(ARGV[a + 3]), tonumber(ARGV[a + 6])
+      local mark = marks[field] or got[j + 7] or j > 500 and call('HGET', key, field)
+      local old, last
+      if mark then
+        old, last = match(mark, '^(%d+) (%d+)')
+        old, last = num(old), num(last)
+      end
+      -- what is new, and not too old to charge; of an unknown incarnation what these reports tell, for its cum may be of days
+      local charge = cum - (old and max(old, tonumber(ARGV[a + 5])) or tonumber(ARGV[a + 4]))
       if charge > 0 then level = level - charge * 1000000 end
-      mark = (old and old >= cum and format('%.0f', old) or format('%.0f', cum)) .. ' ' .. stamp
-      h[cfield] = mark
-      set[n + 1], set[n + 2] = cfield, mark
+      local known = old or 0
+      if cum > known then
+        grown = grown + cum - known
+        known = cum
+      end
+      local news = tonumber(seq) > (last or 0)
+      mark = (known == cum and ARGV[a + 3] or format('%d', known)) .. ' ' .. (news and seq or format('%d', last or 0))
+      marks[field] = mark
+      set[n + 1], set[n + 2] = field, mark
       n = n + 2
-
-      if seq ~= '0' then
-        local d = h[dfield]
-        local q, u, since, last, b = string.match(d or '', '^(%d+) (%d+) (%d+) (%d+) (%S+) %d+$')
-        q, u, since, last = whole(q), whole(u), whole(since), whole(last)
-        if not (q and u and since and last and u < now + 60000000) then
-          q, u, since, last, b = 0, 0, 0, 0, ''
-        end
-        if b ~= boot or tonumber(seq) > last then
-          if now - u > 10000000 then q, since = 0, 0 elseif now > u then q, u = floor(q * 0.5 ^ ((now - u) / 1e6)), now end
-          if asked >= q and asked > 0 then q, u = asked, now + window end
-          if q > 0 and since == 0 then since = now end
-          local value = format('%.0f %.0f %.0f %s %s %s', q, u, since, seq, boot, inc)
-          if not d then demands[#demands + 1] = dfield end
-          h[dfield] = value
-          set[n + 1], set[n + 2] = dfield, value
-          n = n + 2
+      if news and asked > 0 then
+        local gateway, til = ARGV[a + 1], now + tonumber(ARGV[a + 7])
+        if uses < 8 then -- in place
+          local _, head = find(demands, ';' .. gateway .. ' ', 1, true)
+          if head then
+            local tail = find(demands, ';', head, true) or #demands + 1
+            demands = sub(demands, 1, head) .. ask(sub(demands, head + 1, tail - 1), asked, ARGV[a + 6], til, now, stamp) .. sub(demands, tail)
+          else
+            if sub(demands, -1) ~= ';' then demands = ';' end -- empty, or damaged
+            demands = demands .. gateway .. ' ' .. ask(nil, asked, ARGV[a + 6], til, now, stamp) .. ';'
+          end
+        else -- apart, and put together once
+          if not crowd then
+            crowd = {}
+            for g, v in string.gmatch(demands, ';?([^; ]+) ([^;]*)') do crowd[g] = v end
+          end
+          crowd[gateway] = ask(crowd[gateway], asked, ARGV[a + 6], til, now, stamp)
         end
       end
+      a = a + 8
       if n > 1000 then -- unpack has its limit
-        redis.call('HSET', key, unpack(set))
-        set, n = {}, 0
+        call('HSET', unpack(set))
+        set, n = {key}, 1
       end
     end
-    level = max(level, -min(full + 5e6 * speed, 4e15))
-    local version = max((whole(h.v) or 0) + 1, now)
-    set[n + 1], set[n + 2], set[n + 3], set[n + 4], set[n + 5], set[n + 6] = 'l', level, 'f', frac, 'v', version
-    n = n + 6
-    local due = whole(h.p)
-    if not due or due <= now or due > now + HOUR then
-      if due then prune(key, h, now) end
-      set[n + 1], set[n + 2] = 'p', now + HOUR / 4
+    if crowd then
+      local parts = {}
+      for g, v in pairs(crowd) do parts[#parts + 1] = g .. ' ' .. v end
+      demands = ';' .. table.concat(parts, ';') .. ';'
     end
-    redis.call('HSET', key, unpack(set))
-    if grown > 0 and type(redis.pcall('HINCRBY', key, 'n', grown)) == 'table' then
-      redis.call('HSET', key, 'n', grown) -- it was no number
+    local aside = floor(at / (HOUR / 4)) ~= quarter -- four times an hour, for what need not be done each time
+    if aside then demands = forget(demands, now) end
+    level = max(level, -min(full + 5e6 * speed, 4e15))
+    local version = max(before + 1, now)
+    set[n + 1], set[n + 2] = 'l', format('%d', level)
+    n = n + 2
+    if demands ~= d then
+      set[n + 1], set[n + 2] = 'd', demands
+      n = n + 2
+    end
+    if r ~= rate or b ~= burst then
+      set[n + 1], set[n + 2], set[n + 3], set[n + 4] = 'r', rate, 'b', burst
+      n = n + 4
+    end
+    if frac > 0 or got[4] then
+      set[n + 1], set[n + 2] = 'f', format('%d', frac)
+      n = n + 2
+    end
+    if version > now then set[n + 1], set[n + 2] = 'v', format('%d', version) end
+    call('HSET', unpack(set))
+    if grown > 0 and type(redis.pcall('HINCRBY', key, 'n', format('%d', grown))) == 'table' then
+      call('HSET', key, 'n', format('%d', grown)) -- it was no number
       lost = 1
     end
+    if aside then prune(key, now) end
     -- full again, and a minute for gateways that report seldom: what expires is the same as what is not there
-    redis.call('PEXPIRE', key, format('%.0f', min(math.ceil((full - level) / speed / 1000) + 60000, 4e10)))
-
-    local state, m = {level, version, lost, rate, burst}, 5
-    for i = 1, #demands do
-      state[m + 1], state[m + 2] = demands[i], h[demands[i]]
-      m = m + 2
-    end
-    out[k + 1] = state
+    call('PEXPIRE', key, format('%d', min((full - level) / speed / 1000 + 60000, 4e10)))
+    out[k + 1] = {level, version, lost, demands, look and rate or nil, look and burst or nil}
   end
 end
 return out

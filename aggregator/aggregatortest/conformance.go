@@ -1,0 +1,223 @@
+package aggregatortest
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/weirhq/weir/aggregator"
+)
+
+// Counter runs the contract of an aggregator.Counter over what open returns, which must be empty. The limits are so slow that a
+// test earns no whole token.
+func Counter(t *testing.T, open func(t *testing.T) aggregator.Counter) {
+	limit := aggregator.Limit{RateNanos: 1_000_000_000 / 3600, Burst: 100} // 100 an hour at once, then 1 an hour
+	key := aggregator.Key{Rule: "contract", Key: "acme"}
+	use := func(gateway string, seq, cum, taken uint64) aggregator.Use {
+		return aggregator.Use{Gateway: gateway, Boot: "b1", Seq: seq, Cum: cum, From: cum - taken, DemandNanos: 5e9, Window: time.Second}
+	}
+	one := func(t *testing.T, c aggregator.Counter, k aggregator.Key, l aggregator.Limit, uses ...aggregator.Use) aggregator.KeyState {
+		t.Helper()
+		states, err := c.Fold(context.Background(), []aggregator.Fold{{Key: k, Limit: l, Uses: uses}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if len(states) != 1 || states[0].Key != k {
+			t.Fatalf("Fold = %+v, want one state of %v", states, k)
+		}
+		return states[0]
+	}
+	tokens := func(s aggregator.KeyState) int64 { return (s.LevelMicros+900_000_000)/1_000_000 - 900 } // floor
+	level := func(t *testing.T, s aggregator.KeyState, want int64) {
+		t.Helper()
+		if got := tokens(s); got != want {
+			t.Errorf("level = %d tokens (%d µ), want %d", got, s.LevelMicros, want)
+		}
+	}
+
+	t.Run("a key begins full and is charged", func(t *testing.T) {
+		c := open(t)
+		level(t, one(t, c, key, limit), 100)
+		level(t, one(t, c, key, limit, use("g1", 1, 10, 10)), 90)
+		level(t, one(t, c, key, limit, use("g1", 2, 15, 5), use("g2", 1, 7, 7)), 78)
+	})
+	t.Run("repeats, reordering and gaps", func(t *testing.T) {
+		c := open(t)
+		one(t, c, key, limit, use("g1", 1, 10, 10))
+		level(t, one(t, c, key, limit, use("g1", 1, 10, 10)), 90)
+		level(t, one(t, c, key, limit, use("g1", 3, 30, 5)), 70) // 2 is missing: what it would have said is in 3
+		level(t, one(t, c, key, limit, use("g1", 2, 25, 15)), 70)
+		level(t, one(t, c, key, limit, use("g1", 3, 30, 5), use("g1", 3, 30, 5)), 70)
+	})
+	t.Run("incarnations and boots count on their own", func(t *testing.T) {
+		c := open(t)
+		one(t, c, key, limit, use("g1", 1, 10, 10))
+		next := use("g1", 2, 4, 4)
+		next.Incarnation = 1
+		level(t, one(t, c, key, limit, next), 86)
+		level(t, one(t, c, key, limit, use("g1", 1, 10, 10), next), 86)
+		boot := use("g1", 1, 10, 10)
+		boot.Boot = "b2"
+		level(t, one(t, c, key, limit, boot), 76)
+	})
+	t.Run("an unknown incarnation is charged what is new", func(t *testing.T) {
+		c := open(t)
+		level(t, one(t, c, key, limit, use("g1", 900, 1_000_000, 5)), 95)
+		level(t, one(t, c, key, limit, use("g1", 901, 1_000_003, 3)), 92)
+	})
+	t.Run("settled use is not charged", func(t *testing.T) {
+		c := open(t)
+		level(t, one(t, c, key, limit, aggregator.Use{Gateway: "g1", Boot: "b1", Cum: 50, From: 50, Settled: 50}), 100)
+		level(t, one(t, c, key, limit, aggregator.Use{Gateway: "g1", Boot: "b1", Seq: 4, Cum: 75, From: 70, Settled: 70}), 95)
+	})
+	t.Run("debt is bounded", func(t *testing.T) {
+		c := open(t)
+		level(t, one(t, c, key, limit, use("g1", 1, 150, 150)), -50)
+		level(t, one(t, c, key, limit, use("g1", 2, 100_000, 100_000-150)), -101) // the burst, and 5 s of the rate
+	})
+	t.Run("a lower limit cuts the level, a higher one leaves it", func(t *testing.T) {
+		c := open(t)
+		one(t, c, key, limit, use("g1", 1, 10, 10))
+		level(t, one(t, c, key, aggregator.Limit{RateNanos: limit.RateNanos, Burst: 20}), 20)
+		level(t, one(t, c, key, limit), 20)
+	})
+	t.Run("demand rises at once and each report counts once", func(t *testing.T) {
+		c := open(t)
+		s := one(t, c, key, limit, use("g1", 1, 10, 10))
+		if d := demandOf(s, "g1"); d.RateNanos != 5e9 || d.Since != s.At {
+			t.Errorf("demand = %+v, want 5e9 since %d", d, s.At)
+		}
+		old := use("g1", 1, 10, 10)
+		old.DemandNanos = 50e9
+		if d := demandOf(one(t, c, key, limit, old), "g1"); d.RateNanos != 5e9 {
+			t.Errorf("demand after the same report = %d, want 5e9", d.RateNanos)
+		}
+		high := use("g1", 2, 10, 0)
+		high.DemandNanos = 50e9
+		if d := demandOf(one(t, c, key, limit, high), "g1"); d.RateNanos != 50e9 || d.Since != s.At {
+			t.Errorf("demand after a higher one = %+v, want 50e9 since %d", d, s.At)
+		}
+		low := use("g1", 3, 11, 1)
+		if d := demandOf(one(t, c, key, limit, low), "g1"); d.RateNanos < 5e9 || d.RateNanos > 50e9 {
+			t.Errorf("demand after a lower one = %d, want between", d.RateNanos)
+		}
+		if d := demandOf(one(t, c, key, limit), "g2"); d.RateNanos != 0 {
+			t.Errorf("demand of a gateway that never spoke = %d, want 0", d.RateNanos)
+		}
+	})
+	t.Run("versions only grow", func(t *testing.T) {
+		c := open(t)
+		last := uint64(0)
+		for range 50 {
+			s := one(t, c, key, limit, use("g1", 1, 10, 10))
+			if s.Version <= last {
+				t.Fatalf("version %d after %d", s.Version, last)
+			}
+			last = s.Version
+		}
+	})
+	t.Run("keys of any bytes, each on its own", func(t *testing.T) {
+		c := open(t)
+		var keys []aggregator.Key
+		var folds []aggregator.Fold
+		for _, s := range []string{"u1", "}", "}x", "{vip}", "a}b", "", "日本", "a:b", "%7D", "a b+c", "\x00\xff", strings.Repeat("k", 256)} {
+			for _, rule := range []string{"a", "a:b", "{", "規則"} {
+				k := aggregator.Key{Rule: rule, Key: s}
+				keys = append(keys, k)
+				folds = append(folds, aggregator.Fold{Key: k, Limit: limit, Uses: []aggregator.Use{use("g1", 1, uint64(len(keys)), uint64(len(keys)))}})
+			}
+		}
+		if _, err := c.Fold(context.Background(), folds); err != nil {
+			t.Fatal(err)
+		}
+		states, err := c.Fold(context.Background(), folds)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for i, s := range states {
+			if s.Key != keys[i] || tokens(s) != int64(100-i-1) {
+				t.Errorf("state of %q = %d tokens of %q, want %d", keys[i], tokens(s), s.Key, 100-i-1)
+			}
+		}
+		if err := c.Mark(context.Background(), keys); err != nil {
+			t.Fatal(err)
+		}
+		live, err := c.Live(context.Background())
+		if err != nil {
+			t.Fatal(err)
+		}
+		if len(live) != len(keys) {
+			t.Errorf("Live = %d keys, want %d", len(live), len(keys))
+		}
+		for _, s := range live {
+			if i := slices.Index(keys, s.Key); i < 0 || tokens(s) != int64(100-i-1) || s.Limit != limit {
+				t.Errorf("Live has %+v, want a state like the folded one", s)
+			}
+		}
+	})
+	t.Run("many keys and many gateways in one fold", func(t *testing.T) {
+		c := open(t)
+		var folds []aggregator.Fold
+		for i := range 2500 {
+			folds = append(folds, aggregator.Fold{Key: aggregator.Key{Rule: "r", Key: fmt.Sprint(i)}, Limit: limit, Uses: []aggregator.Use{use("g1", 1, uint64(i%100), uint64(i%100))}})
+		}
+		var crowd []aggregator.Use
+		for i := range 1500 {
+			crowd = append(crowd, aggregator.Use{Gateway: fmt.Sprintf("g%d", i), Boot: "b", Seq: 1, Cum: 1, DemandNanos: 1e9, Window: time.Minute})
+		}
+		folds[7].Uses = crowd
+		folds[7].Limit.Burst = 10_000
+		states, err := c.Fold(context.Background(), folds)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for i, s := range states {
+			want := int64(100 - i%100)
+			if i == 7 {
+				want = 8500
+			}
+			if tokens(s) != want {
+				t.Fatalf("level of key %d = %d, want %d", i, tokens(s), want)
+			}
+		}
+		if n := len(states[7].Demands); n != len(crowd) {
+			t.Errorf("%d demands, want %d", n, len(crowd))
+		}
+	})
+	t.Run("a look makes no key", func(t *testing.T) {
+		c := open(t)
+		if s := one(t, c, key, aggregator.Limit{}); s.Version != 0 {
+			t.Errorf("state of an unknown key = %+v, want version 0", s)
+		}
+		if err := c.Mark(context.Background(), []aggregator.Key{key}); err != nil {
+			t.Fatal(err)
+		}
+		live, err := c.Live(context.Background())
+		if err != nil || len(live) != 0 {
+			t.Errorf("Live = %v, %v, want none", live, err)
+		}
+	})
+	t.Run("largest numbers", func(t *testing.T) {
+		c := open(t)
+		huge := aggregator.Limit{RateNanos: 1<<63 - 1, Burst: 1<<63 - 1}
+		s := one(t, c, key, huge, aggregator.Use{Gateway: "g1", Boot: "b", Seq: 1<<64 - 1, Cum: 1<<53 - 1, DemandNanos: aggregator.MaxRateNanos, Window: 10 * time.Second})
+		if s.Limit != huge || s.LevelMicros >= 0 || s.LevelMicros < -4e15 {
+			t.Errorf("state = %+v, want that limit and a bounded debt", s)
+		}
+		if d := demandOf(s, "g1"); d.RateNanos != aggregator.MaxRateNanos {
+			t.Errorf("demand = %d, want %d", d.RateNanos, int64(aggregator.MaxRateNanos))
+		}
+	})
+}
+
+func demandOf(s aggregator.KeyState, gateway string) aggregator.Demand {
+	for _, d := range s.Demands {
+		if d.Gateway == gateway {
+			return d
+		}
+	}
+	return aggregator.Demand{}
+}

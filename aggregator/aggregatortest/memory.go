@@ -1,0 +1,218 @@
+// Package aggregatortest has the contract of an aggregator.Counter as a test, and a counter in memory for tests of others.
+package aggregatortest
+
+import (
+	"context"
+	"math"
+	"math/big"
+	"sync"
+	"time"
+
+	"github.com/weirhq/weir/aggregator"
+)
+
+// Memory is a counter in memory: what the Redis script does, said plainly and in exact arithmetic. Its clock is Now.
+type Memory struct {
+	Now func() time.Time
+
+	mu   sync.Mutex
+	err  error
+	keys map[aggregator.Key]*bucket
+	live map[aggregator.Key]int64 // until, in µs
+}
+
+// NewMemory returns an empty counter with the wall clock.
+func NewMemory() *Memory {
+	return &Memory{Now: time.Now, keys: make(map[aggregator.Key]*bucket), live: make(map[aggregator.Key]int64)}
+}
+
+var _ aggregator.Counter = (*Memory)(nil)
+
+type incarnation struct {
+	gateway, boot string
+	number        uint32
+}
+
+type mark struct {
+	cum int64
+	seq uint64
+}
+
+type demand struct{ micros, until, since int64 }
+
+type bucket struct {
+	limit   aggregator.Limit
+	level   int64
+	frac    int64 // billionths of a µtoken
+	at      int64
+	version int64
+	total   int64
+	expires int64
+	marks   map[incarnation]*mark
+	demand  map[string]*demand
+}
+
+// Fail makes every call return err, until it is nil again.
+func (m *Memory) Fail(err error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.err = err
+}
+
+// Flush forgets everything, as FLUSHALL would.
+func (m *Memory) Flush() {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	clear(m.keys)
+	clear(m.live)
+}
+
+// Total is the number of tokens counted for a key.
+func (m *Memory) Total(k aggregator.Key) int64 {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if b := m.keys[k]; b != nil {
+		return b.total
+	}
+	return 0
+}
+
+// Fold is aggregator.Counter.
+func (m *Memory) Fold(_ context.Context, folds []aggregator.Fold) ([]aggregator.KeyState, error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.err != nil {
+		return nil, m.err
+	}
+	now := m.Now().UnixMicro()
+	states := make([]aggregator.KeyState, len(folds))
+	for i := range folds {
+		states[i] = m.fold(&folds[i], now)
+	}
+	return states, nil
+}
+
+func (m *Memory) fold(f *aggregator.Fold, now int64) aggregator.KeyState {
+	b := m.keys[f.Key]
+	if b != nil && b.expires <= now {
+		b = nil
+	}
+	limit := aggregator.Limit{RateNanos: min(f.Limit.RateNanos, aggregator.MaxRateNanos), Burst: min(f.Limit.Burst, aggregator.MaxBurst)}
+	if f.Limit == (aggregator.Limit{}) {
+		if b == nil {
+			return aggregator.KeyState{Key: f.Key, At: now}
+		}
+		limit = b.limit
+	}
+	full := limit.Burst * 1e6
+	if b == nil {
+		b = &bucket{level: full, at: now, marks: make(map[incarnation]*mark), demand: make(map[string]*demand)}
+		m.keys[f.Key] = b
+	}
+	b.limit = limit
+	if dt := now - b.at; dt > 0 && b.level < full {
+		earned := new(big.Int).Mul(big.NewInt(dt), big.NewInt(limit.RateNanos))
+		earned.Add(earned, big.NewInt(b.frac))
+		rest := new(big.Int)
+		earned.DivMod(earned, big.NewInt(1e9), rest)
+		if earned.Cmp(big.NewInt(full-b.level)) >= 0 {
+			b.level = full
+		} else {
+			b.level, b.frac = b.level+earned.Int64(), rest.Int64()
+		}
+	}
+	if b.level >= full {
+		b.level, b.frac = full, 0
+	}
+	b.at = now
+	for i := range f.Uses {
+		b.use(&f.Uses[i], now)
+	}
+	speed := float64(limit.RateNanos) / 1e9
+	b.level = max(b.level, -int64(math.Min(float64(full)+5e6*speed, 4e15)))
+	b.version = max(b.version+1, now)
+	b.expires = now + 1000*int64(math.Min(math.Ceil(float64(full-b.level)/speed/1000)+60000, 4e10))
+
+	s := aggregator.KeyState{Key: f.Key, Limit: f.Limit, LevelMicros: b.level, Version: uint64(b.version), At: now}
+	if f.Limit == (aggregator.Limit{}) {
+		s.Limit = limit
+	}
+	for g, d := range b.demand {
+		if rate := aggregator.Fade(d.micros, now-d.until); rate > 0 {
+			s.Demands = append(s.Demands, aggregator.Demand{Gateway: g, RateNanos: rate * 1000, Since: d.since})
+		}
+	}
+	return s
+}
+
+func (b *bucket) use(u *aggregator.Use, now int64) {
+	id := incarnation{u.Gateway, u.Boot, u.Incarnation}
+	m, known := b.marks[id]
+	if m == nil {
+		m = &mark{}
+		b.marks[id] = m
+	}
+	cum := int64(u.Cum)
+	charged := int64(u.From)
+	if known {
+		charged = max(m.cum, int64(u.Settled))
+	}
+	if cum > charged {
+		b.level -= (cum - charged) * 1e6
+	}
+	if cum > m.cum {
+		b.total += cum - m.cum
+		m.cum = cum
+	}
+	if u.Seq <= m.seq {
+		return
+	}
+	m.seq = u.Seq
+	if u.DemandNanos <= 0 {
+		return
+	}
+	d := b.demand[u.Gateway]
+	asked := max(u.DemandNanos/1000, 1)
+	switch {
+	case d == nil || now-d.until > 10e6:
+		d = &demand{since: now}
+		b.demand[u.Gateway] = d
+	case asked < aggregator.Fade(d.micros, now-d.until):
+		return // the old one fades on
+	}
+	d.micros, d.until = asked, now+u.Window.Microseconds()
+}
+
+// Mark is aggregator.Counter.
+func (m *Memory) Mark(_ context.Context, keys []aggregator.Key) error {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.err != nil {
+		return m.err
+	}
+	for _, k := range keys {
+		m.live[k] = m.Now().Add(time.Minute).UnixMicro()
+	}
+	return nil
+}
+
+// Live is aggregator.Counter.
+func (m *Memory) Live(_ context.Context) ([]aggregator.KeyState, error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.err != nil {
+		return nil, m.err
+	}
+	now := m.Now().UnixMicro()
+	var states []aggregator.KeyState
+	for k, until := range m.live {
+		if until <= now {
+			delete(m.live, k)
+			continue
+		}
+		if s := m.fold(&aggregator.Fold{Key: k}, now); s.Version > 0 {
+			states = append(states, s)
+		}
+	}
+	return states, nil
+}
