@@ -2,6 +2,7 @@ package ingest
 
 import (
 	"hash/maphash"
+	"math/bits"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -22,7 +23,7 @@ type cell struct {
 
 // page is a shard's cells. Two of them take turns, so that a drain holds the lock only to exchange them.
 type page struct {
-	index map[usageKey]int32
+	index map[uint64]int32 // by hash; a hash that another key has is counted up until it is free
 	cells []cell
 	n     uint64
 }
@@ -44,13 +45,14 @@ type counts struct {
 func (c *counts) init() {
 	c.seed = maphash.MakeSeed()
 	for i := range c.shards {
-		c.shards[i].page = &page{index: map[usageKey]int32{}}
-		c.shards[i].spare = &page{index: map[usageKey]int32{}}
+		c.shards[i].page = &page{index: map[uint64]int32{}}
+		c.shards[i].spare = &page{index: map[uint64]int32{}}
 	}
 }
 
 func (c *counts) add(now time.Time, k usageKey, cost int64) {
 	home := maphash.String(c.seed, k.tenant)
+	h := home ^ bits.RotateLeft64(maphash.String(c.seed, k.route), 21) ^ bits.RotateLeft64(maphash.String(c.seed, k.rule), 42)
 	s := &c.shards[home%shards]
 	for i := uint64(1); !s.mu.TryLock(); i++ {
 		if i == 8 { // many cores on few shards: wait at home
@@ -61,10 +63,14 @@ func (c *counts) add(now time.Time, k usageKey, cost int64) {
 		s = &c.shards[(home+i)%shards]
 	}
 	p := s.page
-	i, ok := p.index[k]
+	i, ok := p.index[h]
+	for ok && p.cells[i].key != k {
+		h++
+		i, ok = p.index[h]
+	}
 	if !ok {
 		i = int32(len(p.cells))
-		p.index[k] = i
+		p.index[h] = i
 		p.cells = append(p.cells, cell{key: k, first: now.UnixNano()})
 	}
 	p.cells[i].n++
@@ -89,7 +95,7 @@ func (c *counts) drain(take func(*cell)) {
 			take(&p.cells[i])
 		}
 		if len(p.cells)*8 < cap(p.cells) && cap(p.cells) > 64 { // a peak has passed: let go of its memory
-			p.index, p.cells = map[usageKey]int32{}, nil
+			p.index, p.cells = map[uint64]int32{}, nil
 		}
 		clear(p.index)
 		clear(p.cells) // the strings

@@ -714,3 +714,18 @@ func TestSizeBoundHolds(t *testing.T) {
 		}
 	}
 }
+
+// Keys with one hash are counted apart.
+func TestKeysWithOneHashAreCountedApart(t *testing.T) {
+	var c counts
+	c.init()
+	for i := range 30 {
+		c.add(time.Now(), usageKey{"a", "r", "rule", fmt.Sprint("layer", i%3)}, 1)
+	}
+	got := map[string]uint64{}
+	c.drain(func(x *cell) { got[x.key.layer] += x.n })
+	if len(got) != 3 || got["layer0"] != 10 || got["layer1"] != 10 || got["layer2"] != 10 {
+		t.Errorf("counted %v, want 10 each", got)
+	}
+	c.drain(func(x *cell) { t.Errorf("%+v is counted twice", x) })
+}
