@@ -79,8 +79,13 @@ Standard output is data, standard error is talk. Exit codes: 0 ok, 1 failed, 2 u
 		Example:       "  weir up --load\n  weir simulate --log access.log.gz --policy policy.yaml\n  weir usage top --last 1h",
 		SilenceErrors: true,
 		SilenceUsage:  true,
-		Args:          noArgs,
-		RunE:          func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
+		Args:          cobra.ArbitraryArgs,
+		RunE: func(cmd *cobra.Command, args []string) error {
+			if len(args) > 0 {
+				return usagef("there is no command %q", args[0])
+			}
+			return cmd.Help()
+		},
 	}
 	root.SetFlagErrorFunc(func(_ *cobra.Command, err error) error { return usageError{err} })
 	root.CompletionOptions.HiddenDefaultCmd = true
