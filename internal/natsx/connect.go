@@ -166,7 +166,7 @@ type link struct {
 	since    time.Time // of the outage; zero while there is none
 	told     time.Time
 	attempts int
-	refused  map[string]time.Time // permission errors already told, bounded
+	said     map[string]time.Time // asynchronous errors already told, bounded
 }
 
 func newLink(cfg Config, log *slog.Logger, m *Metrics) (*link, error) {
@@ -178,7 +178,7 @@ func newLink(cfg Config, log *slog.Logger, m *Metrics) (*link, error) {
 	if m == nil {
 		m = NewMetrics(prometheus.NewRegistry())
 	}
-	return &link{cfg: cfg, where: Redact(cfg.URL), log: log, m: m, refused: map[string]time.Time{}}, nil
+	return &link{cfg: cfg, where: Redact(cfg.URL), log: log, m: m, said: map[string]time.Time{}}, nil
 }
 
 func (l *link) options() []nats.Option {
@@ -245,9 +245,6 @@ func (l *link) retry(err error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.attempts++
-	if isAuth(err) {
-		l.m.Errors.WithLabelValues("auth").Inc()
-	}
 	if !l.since.IsZero() && time.Since(l.told) >= l.cfg.LogEvery {
 		l.told = time.Now()
 		l.log.Warn("NATS is still away", "url", l.where, "name", l.cfg.Name, "for", time.Since(l.since).Round(time.Second), "attempts", l.attempts, "err", err)
@@ -275,20 +272,28 @@ func (l *link) asyncError(sub *nats.Subscription, err error) {
 	if sub != nil {
 		subject = sub.Subject
 	}
-	switch {
-	case errors.Is(err, nats.ErrPermissionViolation):
-		l.m.Errors.WithLabelValues("permission").Inc()
-		text := err.Error()
-		if at, ok := l.refused[text]; (ok && time.Since(at) < l.cfg.LogEvery) || (!ok && len(l.refused) >= 100) {
-			return
-		}
-		l.refused[text] = time.Now()
-		l.log.Error("configuration: NATS does not let this user do what weir needs", "url", l.where, "name", l.cfg.Name, "err", err)
-	case errors.Is(err, nats.ErrSlowConsumer):
-		l.m.Errors.WithLabelValues("slow_consumer").Inc()
-		l.log.Warn("NATS messages dropped: this process reads them too slowly", "url", l.where, "subject", subject)
-	default:
-		l.m.Errors.WithLabelValues("other").Inc()
+	reason, say := "other", func() {
 		l.log.Warn("NATS connection", "url", l.where, "name", l.cfg.Name, "subject", subject, "err", err)
 	}
+	switch {
+	case errors.Is(err, nats.ErrPermissionViolation):
+		reason, say = "permission", func() {
+			l.log.Error("configuration: NATS does not let this user do what weir needs", "url", l.where, "name", l.cfg.Name, "err", err)
+		}
+	case isAuth(err):
+		reason, say = "auth", func() {
+			l.log.Error("configuration: NATS refuses the credentials, trying again until it takes them", "url", l.where, "name", l.cfg.Name, "err", err)
+		}
+	case errors.Is(err, nats.ErrSlowConsumer):
+		reason, say = "slow_consumer", func() {
+			l.log.Warn("NATS messages dropped: this process reads them too slowly", "url", l.where, "subject", subject)
+		}
+	}
+	l.m.Errors.WithLabelValues(reason).Inc()
+	text := err.Error() + subject
+	if at, ok := l.said[text]; (ok && time.Since(at) < l.cfg.LogEvery) || (!ok && len(l.said) >= 100) {
+		return
+	}
+	l.said[text] = time.Now()
+	say()
 }
