@@ -740,7 +740,7 @@ func TestWords(t *testing.T) {
 		"1 request every 30 days":         rate(1, 1, 30*24*time.Hour),
 		"about 1.714 requests per second": rate(12, 7, time.Second),
 		"1 request every 400 hours":       rate(60, 1000, 24*time.Hour),
-		"about 0.3 requests per day":      rate(3, 10, 24*time.Hour),
+		"about 0.7 requests per day":      rate(7, 10, 24*time.Hour),
 		"0 requests":                      {},
 	} {
 		if got := rateWords(r); got != want {

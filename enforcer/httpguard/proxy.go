@@ -77,13 +77,12 @@ func forward(r *httputil.ProxyRequest, p *limits.Policy) {
 }
 
 func proxyError(w http.ResponseWriter, r *http.Request, err error, log *slog.Logger) {
-	if r.Context().Err() != nil {
-		panic(http.ErrAbortHandler) // the caller has gone: nobody is there to be answered
-	}
 	p := &problem{Type: "about:blank", Title: "Bad Gateway", Status: http.StatusBadGateway,
 		Detail: "The service behind this gateway cannot be reached.", Instance: newInstance()}
-	if _, ok := errors.AsType[*bodyError](err); ok {
+	if bodyStopped(r) {
 		p.Title, p.Status, p.Detail = "Request Timeout", http.StatusRequestTimeout, "The body of this request did not arrive."
+	} else if r.Context().Err() != nil {
+		panic(http.ErrAbortHandler) // the caller has gone: nobody is there to be answered
 	} else if e, ok := errors.AsType[net.Error](err); ok && e.Timeout() {
 		p.Title, p.Status, p.Detail = "Gateway Timeout", http.StatusGatewayTimeout, "The service behind this gateway did not answer in time."
 	}

@@ -1,10 +1,12 @@
 package httpguard
 
 import (
+	"context"
 	"errors"
 	"io"
 	"log/slog"
 	"net/http"
+	"sync/atomic"
 	"time"
 )
 
@@ -39,16 +41,27 @@ func steadyBody(h http.Handler, d time.Duration) http.Handler {
 		}
 		b := &steady{body: r.Body, conn: http.NewResponseController(w), d: d}
 		b.extend() // also bounds what net/http reads of a body that h leaves unread
+		r = r.WithContext(context.WithValue(r.Context(), steadyKey{}, b))
 		r.Body = b
 		h.ServeHTTP(w, r)
 	})
 }
 
+// steadyKey is where a request's context has its steady body.
+type steadyKey struct{}
+
+// bodyStopped says whether the body of r did not arrive as it was promised: its sender is at fault, nobody else.
+func bodyStopped(r *http.Request) bool {
+	b, ok := r.Context().Value(steadyKey{}).(*steady)
+	return ok && b.failed.Load()
+}
+
 // steady is a body with a deadline for each read.
 type steady struct {
-	body io.ReadCloser
-	conn *http.ResponseController
-	d    time.Duration
+	body   io.ReadCloser
+	conn   *http.ResponseController
+	d      time.Duration
+	failed atomic.Bool // some read did
 }
 
 func (b *steady) Read(p []byte) (int, error) {
@@ -58,7 +71,7 @@ func (b *steady) Read(p []byte) (int, error) {
 		// net/http now watches the connection for the caller's leaving; a deadline would look like it.
 		_ = b.conn.SetReadDeadline(time.Time{})
 	} else if err != nil {
-		err = &bodyError{err}
+		b.failed.Store(true)
 	}
 	return n, err
 }
@@ -67,9 +80,3 @@ func (b *steady) Close() error { return b.body.Close() }
 
 // extend starts the time for the next read. A connection without deadlines (a test's recorder) has none.
 func (b *steady) extend() { _ = b.conn.SetReadDeadline(time.Now().Add(b.d)) }
-
-// bodyError tells a body that did not arrive from an upstream that did not answer.
-type bodyError struct{ err error }
-
-func (e *bodyError) Error() string { return "read the request's body: " + e.err.Error() }
-func (e *bodyError) Unwrap() error { return e.err }
