@@ -26,6 +26,9 @@ type Config struct {
 	Late        time.Duration       // a report that is older when it comes is counted but not charged to the bucket (30s)
 	MaxKeys     int                 // keys whose shares are remembered; beyond it some are forgotten (200,000)
 	OnPush      func([]PushedShare) // hears of every changed share, from any goroutine; it must not block or keep the slice
+
+	Now   func() time.Time                     // this process's clock (time.Now)
+	After func(time.Duration) <-chan time.Time // and what waits by it (time.After)
 }
 
 func (c Config) withDefaults() Config {
@@ -45,6 +48,12 @@ func (c Config) withDefaults() Config {
 	}
 	if c.MaxKeys == 0 {
 		c.MaxKeys = 200_000
+	}
+	if c.Now == nil {
+		c.Now = time.Now
+	}
+	if c.After == nil {
+		c.After = time.After
 	}
 	return c
 }
@@ -84,6 +93,9 @@ type Aggregator struct {
 	degraded time.Time            // since when the counter does not answer; zero while it does
 	castLost int                  // updates not sent since the last word about it
 
+	recalled              bool // by Step, and only there
+	keepaliveAt, digestAt time.Time
+
 	liveMu sync.Mutex // guards what follows, also while it is read
 	live   []KeyState
 	liveAt time.Time
@@ -110,14 +122,15 @@ func New(cfg Config, counter Counter, caster Caster, log *slog.Logger, m *Metric
 	if m == nil {
 		m = NewMetrics(prometheus.NewRegistry())
 	}
-	return &Aggregator{cfg: cfg, counter: counter, caster: caster, log: log, m: m, learned: time.Now().Add(cfg.Learn),
-		fleet: make(map[string]time.Time), keys: make(map[Key]*entry)}
+	now := cfg.Now()
+	return &Aggregator{cfg: cfg, counter: counter, caster: caster, log: log, m: m, learned: now.Add(cfg.Learn),
+		fleet: make(map[string]time.Time), keys: make(map[Key]*entry), keepaliveAt: now.Add(cfg.Keepalive), digestAt: now.Add(cfg.Digest)}
 }
 
 // Reports folds a batch and casts the shares that change. It is the handler of the throttle consumer: after an error the batch
 // must come again, which changes nothing that was folded already.
 func (a *Aggregator) Reports(ctx context.Context, b schemas.Batch[*schemas.Report]) error {
-	now := time.Now()
+	now := a.cfg.Now()
 	late := now.Add(-a.cfg.Late)
 	for _, item := range b.Items {
 		if item.Arrived.After(late) {
@@ -128,7 +141,7 @@ func (a *Aggregator) Reports(ctx context.Context, b schemas.Batch[*schemas.Repor
 	states, err := a.fold(ctx, folds)
 	if err != nil {
 		select { // a counter that is away is asked ten times a second, not in a tight loop
-		case <-time.After(retryPause):
+		case <-a.cfg.After(retryPause):
 		case <-ctx.Done():
 		}
 		return fmt.Errorf("fold reports %d to %d of %s: %w", b.First, b.Last, b.Stream, err)
@@ -154,9 +167,9 @@ func (a *Aggregator) Snapshot(ctx context.Context, gateway string) (*schemas.Thr
 	if err := schemas.ValidName(gateway); err != nil {
 		return nil, fmt.Errorf("snapshot: %w", err)
 	}
-	a.saw(gateway, time.Now())
+	a.saw(gateway, a.cfg.Now())
 	select {
-	case <-time.After(time.Until(a.learned)):
+	case <-a.cfg.After(a.learned.Sub(a.cfg.Now())):
 	case <-ctx.Done():
 		return nil, fmt.Errorf("snapshot for %s: %w", gateway, ctx.Err())
 	}
@@ -164,7 +177,7 @@ func (a *Aggregator) Snapshot(ctx context.Context, gateway string) (*schemas.Thr
 	if err != nil {
 		return nil, fmt.Errorf("snapshot for %s: %w", gateway, err)
 	}
-	now := time.Now()
+	now := a.cfg.Now()
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	a.fleet[gateway] = now
@@ -192,7 +205,7 @@ func (a *Aggregator) Snapshot(ctx context.Context, gateway string) (*schemas.Thr
 func (a *Aggregator) readLive(ctx context.Context) ([]KeyState, error) {
 	a.liveMu.Lock()
 	defer a.liveMu.Unlock()
-	if now := time.Now(); a.liveAt.IsZero() || now.Sub(a.liveAt) > liveHolds {
+	if now := a.cfg.Now(); a.liveAt.IsZero() || now.Sub(a.liveAt) > liveHolds {
 		states, err := a.counter.Live(ctx)
 		a.answered(err)
 		if err != nil {
@@ -206,29 +219,47 @@ func (a *Aggregator) readLive(ctx context.Context) ([]KeyState, error) {
 // Run speaks to the gateways until ctx is done: a keepalive each second, also while the counter is away (their shares still add
 // up), and every live share each five.
 func (a *Aggregator) Run(ctx context.Context) error {
-	tick := time.NewTicker(a.cfg.Keepalive)
-	defer tick.Stop()
-	digest := time.NewTicker(a.cfg.Digest)
-	defer digest.Stop()
-	recalled := false
 	for {
 		select {
 		case <-ctx.Done():
 			return nil
-		case <-tick.C:
-			a.expire()
-			if time.Now().Before(a.learned) {
-				continue
-			}
-			a.keepalive(ctx)
-			if !recalled {
-				recalled = a.recall(ctx)
-			}
-			a.settle(ctx)
-		case <-digest.C:
-			a.digest(ctx)
+		case <-a.cfg.After(a.Step(ctx).Sub(a.cfg.Now())):
 		}
 	}
+}
+
+// Step does what is due, and returns when something is due next. Run is a loop around it, for one goroutine; a simulation calls it
+// instead.
+func (a *Aggregator) Step(ctx context.Context) (next time.Time) {
+	if a.due(&a.keepaliveAt, a.cfg.Keepalive) {
+		a.expire()
+		if !a.cfg.Now().Before(a.learned) {
+			a.keepalive(ctx)
+			if !a.recalled {
+				a.recalled = a.recall(ctx)
+			}
+			a.settle(ctx)
+		}
+	}
+	if a.due(&a.digestAt, a.cfg.Digest) {
+		a.digest(ctx)
+	}
+	if a.digestAt.Before(a.keepaliveAt) {
+		return a.digestAt
+	}
+	return a.keepaliveAt
+}
+
+// due says whether at has come, and sets it to the next time: turns that were missed are left out.
+func (a *Aggregator) due(at *time.Time, every time.Duration) bool {
+	now := a.cfg.Now()
+	if now.Before(*at) {
+		return false
+	}
+	if *at = at.Add(every); at.Before(now) {
+		*at = now.Add(every)
+	}
+	return true
 }
 
 // saw notes that gateway lives.
@@ -259,7 +290,7 @@ func (a *Aggregator) expire() {
 	defer a.mu.Unlock()
 	gone := 0
 	for g, at := range a.fleet {
-		if time.Since(at) <= a.cfg.FleetExpiry {
+		if a.cfg.Now().Sub(at) <= a.cfg.FleetExpiry {
 			continue
 		}
 		delete(a.fleet, g)
@@ -309,7 +340,7 @@ func (a *Aggregator) recall(ctx context.Context) bool {
 
 // settle looks at remembered keys that no report has mentioned lately: demand fades, debt is repaid, gateways come and go.
 func (a *Aggregator) settle(ctx context.Context) {
-	now := time.Now()
+	now := a.cfg.Now()
 	var folds []Fold
 	a.mu.Lock()
 	for key, e := range a.keys {
@@ -388,11 +419,11 @@ func (a *Aggregator) answered(err error) {
 	defer a.mu.Unlock()
 	switch {
 	case err != nil && a.degraded.IsZero():
-		a.degraded = time.Now()
+		a.degraded = a.cfg.Now()
 		a.m.Degraded.Inc()
 		a.log.Error("the counter does not answer: shares stay as they are", "err", err)
 	case err == nil && !a.degraded.IsZero():
-		a.log.Info("the counter answers again", "after", time.Since(a.degraded).Round(time.Millisecond))
+		a.log.Info("the counter answers again", "after", a.cfg.Now().Sub(a.degraded).Round(time.Millisecond))
 		a.degraded = time.Time{}
 		a.m.Degraded.Dec()
 	}
@@ -400,7 +431,7 @@ func (a *Aggregator) answered(err error) {
 
 // divide casts the shares of states that differ from what gateways have.
 func (a *Aggregator) divide(ctx context.Context, folds []Fold, states []KeyState) {
-	now := time.Now()
+	now := a.cfg.Now()
 	if now.Before(a.learned) {
 		a.mu.Lock()
 		for i := range states {
