@@ -3,8 +3,8 @@
 package enforcer
 
 import (
-	"hash/maphash"
 	"math"
+	"math/rand/v2"
 	"runtime"
 	"sync"
 	"sync/atomic"
@@ -69,7 +69,7 @@ type Decision struct {
 	Rule, Layer string        // that refused; empty when allowed
 	RetryIn     time.Duration // 0 when allowed; else the shortest wait after which that rule would admit the same; bucket.Never if none
 	Remaining   int64         // tokens left in that rule's bucket; when allowed, in the one that has fewest
-	Burst       int64         // tokens that bucket holds here when full
+	Burst       int64         // tokens that the bucket that refused holds here when full; else 0
 	Rate        bucket.Rate   // and its rate
 	Shadow      []string      // shadow rules that would have refused; shared, do not change
 
@@ -105,8 +105,8 @@ type Bucket = schemas.Tokens
 // Enforcer holds the buckets. All its methods may be called by any number of goroutines.
 type Enforcer struct {
 	cfg   Config
-	seed  maphash.Seed
-	seed2 maphash.Seed
+	seed  uint64 // of the first half of a fingerprint
+	seed2 uint64
 	hot   chan struct{}
 
 	view       atomic.Pointer[view]
@@ -117,7 +117,6 @@ type Enforcer struct {
 	fleet int
 	ids   map[string]int // rule identity to id, for the life of the process
 	pools map[int]*pool  // by rule id
-	depth int            // earlier generations remembered
 
 	collecting sync.Mutex
 	shards     [shardN]shard
@@ -141,7 +140,7 @@ func New(cfg Config) *Enforcer {
 		cfg.Clock = Monotonic
 	}
 	e := &Enforcer{
-		cfg: cfg, seed: maphash.MakeSeed(), seed2: maphash.MakeSeed(), hot: make(chan struct{}, 1),
+		cfg: cfg, seed: rand.Uint64(), seed2: rand.Uint64(), hot: make(chan struct{}, 1),
 		fleet: cfg.Fleet, ids: map[string]int{}, pools: map[int]*pool{},
 	}
 	e.freshUntil.Store(math.MinInt64)
@@ -153,28 +152,27 @@ func New(cfg Config) *Enforcer {
 }
 
 // SetPolicy puts p in force, at once and as a whole. A rule of the same name and key goes on with its buckets: they keep their
-// tokens, less what no longer fits. p must be valid, and must not change.
+// tokens, less what no longer fits: up to now they refill at the old limit, from now at the new one. That takes some 100 ns for
+// every live key, of this goroutine's time; requests do not wait. p must be valid, and must not change.
 func (e *Enforcer) SetPolicy(p *limits.Policy) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	e.change(p, e.cfg.Clock())
 }
 
-const maxDepth = 64 // generations that are remembered before every bucket is brought up to date
-
 // change makes a policy or a new fleet size the view. e.mu is held.
 func (e *Enforcer) change(p *limits.Policy, now int64) {
-	v := e.compile(p, e.fleet, e.view.Load(), now)
+	prev := e.view.Load()
+	v := e.compile(p, e.fleet, prev, now)
 	for _, r := range v.byID {
 		if r != nil && r.pool != nil {
 			r.pool.restate(v.entry(v.entryFor(r, "")), now)
 		}
 	}
 	e.view.Store(v)
-	if e.depth++; e.depth >= maxDepth {
+	if prev != nil {
 		e.sweep(v, now)
-		v.prev.Store(nil)
-		e.depth = 0
+		prev.prev.Store(nil) // checks that began under prev may still leave slots of its generation
 	}
 }
 
@@ -256,21 +254,23 @@ func (e *Enforcer) putBack(rules []*rule, v *view, q *Request, now int64, first 
 
 // note writes one rule's answer into the decision. idx is the entry that lim came from.
 func (d *Decision) note(r *rule, b *bucket.Decision, n int64, lim *bucket.Limit, idx uint32) {
-	if int(d.N) < len(d.standings) {
-		d.standings[d.N] = uint64(min(b.Remaining, math.MaxUint32)) | uint64(idx)<<standingEntry | uint64(r.pos)<<standingRule
-		d.N++
-	}
-	if b.Allowed && b.Remaining >= d.Remaining {
-		return
-	}
-	d.Remaining, d.Burst, d.Rate = b.Remaining, lim.Burst, lim.Rate
+	d.stand(r, idx, b.Remaining)
 	if !b.Allowed {
 		d.refuse(r, b, n, lim)
 	}
 }
 
+func (d *Decision) stand(r *rule, idx uint32, left int64) {
+	d.Remaining = min(d.Remaining, left)
+	if i := d.N; int(i) < len(d.standings) {
+		d.standings[i] = r.standing | uint64(idx)<<standingEntry | uint64(min(left, math.MaxUint32))
+		d.N = i + 1
+	}
+}
+
 func (d *Decision) refuse(r *rule, b *bucket.Decision, n int64, lim *bucket.Limit) {
 	d.Allowed, d.Rule, d.Layer, d.RetryIn = false, r.src.Name, r.layer, b.RetryIn
+	d.Remaining, d.Burst, d.Rate = b.Remaining, lim.Burst, lim.Rate
 	switch {
 	case lim.Burst == 0 && !lim.Unlimited:
 		d.Reason = ReasonDenied
@@ -288,79 +288,107 @@ func (e *Enforcer) takePool(v *view, r *rule, q *Request, now int64, d *Decision
 	return b.Allowed, c
 }
 
-// take asks the bucket of q's key, and spends if it may.
+// take asks the bucket of q's key, and spends if it may. The ordinary case, an admitted request with a key of one part whose
+// slot is its own, is written out here; everything else is in functions of its own, so that this one stays short.
 func (e *Enforcer) take(v *view, r *rule, q *Request, now int64, d *Decision) bool {
-	h, h2 := e.hash(r, q)
+	var h uint64
+	var h2 uint32
+	if s := r.only(q); len(s) <= shortKey && r.plain {
+		h, h2 = e.hashOne(r, s)
+	} else {
+		h, h2 = e.hash(r, q)
+	}
 	sh := &e.shards[h%shardN]
 	g := sh.seg.Load()
-	s, at := g.find(h, h2)
-	var w uint32
-	ok := s != nil
-	if ok {
-		w, ok = s.lock()
-	}
-	if !ok {
-		if g, s, at, w = e.lock(sh, v, r, q, h, h2, now); s == nil { // a peek at a key that nobody spent from: it is full
-			idx := v.entryFor(r, q.Tenant)
-			lim := &v.entry(idx).limit
-			b := bucket.Full(*lim, now)
-			bd := b.Take(*lim, now, 0)
-			d.note(r, &bd, 0, lim, idx)
-			return bd.Allowed
+	at := g.home(h)
+	s := g.at(at)
+	w := s.word.Load()
+	if s.fp.Load() != h || (w^h2)&^(touched|hot) != 0 || !s.word.CompareAndSwap(w, w|locked) {
+		if g, s, at, w = e.lock(sh, v, r, q, h, h2, now); s == nil {
+			return e.peekFull(v, r, q, d)
 		}
+	}
+	idx := s.lim & (entryLimit - 1)
+	var lim *bucket.Limit
+	if v.current(s.lim) {
+		lim = &v.entry(idx).limit
+	} else {
+		lim, idx = e.changed(v, sh, s, r, q.Tenant, now)
 	}
 	n := q.Cost
-	lim, idx := e.limit(v, sh, s, r, q.Tenant, now)
+	b := s.state().Level(*lim, now)
+	if n <= 0 || n > b.Tokens || lim.Unlimited {
+		return e.takeOther(sh, g, s, at, w, r, now, n, lim, idx, d)
+	}
+	b.Tokens -= n
+	s.set(b)
+	s.cum += uint64(n)
+	s.taken = int32(min(int64(s.taken)+n, math.MaxInt32))
+	s.min = min(s.min, s.tokens)
+	w |= touched
+	if w&hot == 0 && (r.eager || b.Tokens*4 <= lim.Burst) {
+		w = e.heat(sh, g, s, at, w, r, b.Tokens*2 <= lim.Burst)
+	}
+	d.stand(r, idx, b.Tokens)
+	s.unlock(w)
+	return true
+}
+
+// heat puts a locked slot on the list of what goes out at once, if it belongs there, and returns its word.
+func (e *Enforcer) heat(sh *shard, g *segment, s *slot, at uint64, w uint32, r *rule, half bool) uint32 {
+	unknown := r.eager && s.lim&shareFlag == 0
+	if r.eager && !unknown && !half { // it has its share, and most of that
+		return w
+	}
+	sh.heat(g, at)
+	if unknown && half {
+		e.signal()
+	}
+	return w | hot
+}
+
+// peekFull answers for a key that nobody spent from.
+func (e *Enforcer) peekFull(v *view, r *rule, q *Request, d *Decision) bool {
+	idx := v.entryFor(r, q.Tenant)
+	lim := &v.entry(idx).limit
+	b := bucket.Full(*lim, 0)
+	bd := b.Take(*lim, 0, 0)
+	d.note(r, &bd, 0, lim, idx)
+	return bd.Allowed
+}
+
+// takeOther is the rest of take: peeks, unlimited keys and refusals. It unlocks the slot.
+func (e *Enforcer) takeOther(sh *shard, g *segment, s *slot, at uint64, w uint32, r *rule, now, n int64, lim *bucket.Limit, idx uint32, d *Decision) bool {
 	b := s.state()
 	bd := b.Take(*lim, now, n)
-	if !bd.Allowed {
-		return e.refused(sh, g, s, at, w, r, n, lim, idx, &bd, d)
-	}
+	d.note(r, &bd, n, lim, idx)
 	signal := false
-	if n > 0 {
-		s.set(b)
+	switch {
+	case !bd.Allowed:
+		signal = s.refused == 0 && n > 0
+		s.refused = uint32(min(uint64(s.refused)+uint64(max(n, 0)), math.MaxUint32))
+		if !lim.Unlimited {
+			s.min = min(s.min, uint32(bd.Remaining))
+		}
+		if w&hot == 0 {
+			sh.heat(g, at)
+		}
+		w |= touched | hot
+	case n > 0: // unlimited
 		s.cum += uint64(n)
 		s.taken = int32(min(int64(s.taken)+min(n, math.MaxInt32), math.MaxInt32))
-		s.min = min(s.min, s.tokens)
 		w |= touched
-		if w&hot == 0 && !lim.Unlimited {
-			unknown := v.fleet > 1 && !r.local && s.lim&shareFlag == 0
-			if unknown || int64(s.tokens)*4 <= lim.Burst {
-				w |= hot
-				sh.heat(g, at)
-				signal = unknown && int64(s.tokens)*2 <= lim.Burst
-			}
-		}
 	}
-	d.note(r, &bd, n, lim, idx)
 	s.unlock(w)
 	if signal {
 		e.signal()
 	}
-	return true
-}
-
-// refused counts a refusal in a locked slot, and unlocks it. It returns false.
-func (e *Enforcer) refused(sh *shard, g *segment, s *slot, at int, w uint32, r *rule, n int64, lim *bucket.Limit, idx uint32, bd *bucket.Decision, d *Decision) bool {
-	signal := s.refused == 0 && n > 0
-	s.refused = uint32(min(uint64(s.refused)+uint64(max(n, 0)), math.MaxUint32))
-	if !lim.Unlimited {
-		s.min = min(s.min, uint32(bd.Remaining))
-	}
-	if w&hot == 0 {
-		sh.heat(g, at)
-	}
-	d.note(r, bd, n, lim, idx)
-	s.unlock(w | touched | hot)
-	if signal {
-		e.signal()
-	}
-	return false
+	return bd.Allowed
 }
 
 // lock finds and locks the slot of a key, entering it if need be, and whatever moves meanwhile. A peek enters nothing: its slot
 // may be nil.
-func (e *Enforcer) lock(sh *shard, v *view, r *rule, q *Request, h uint64, h2 uint32, now int64) (*segment, *slot, int, uint32) {
+func (e *Enforcer) lock(sh *shard, v *view, r *rule, q *Request, h uint64, h2 uint32, now int64) (*segment, *slot, uint64, uint32) {
 	for {
 		g := sh.seg.Load()
 		s, at := g.find(h, h2)

@@ -3,10 +3,10 @@ package enforcer
 import (
 	"crypto/sha256"
 	"encoding/hex"
-	"hash/maphash"
 	"math/bits"
 	"strings"
 	"unicode/utf8"
+	"unsafe"
 
 	"github.com/weirhq/weir/limits"
 )
@@ -45,23 +45,40 @@ const shortKey = MaxKeyBytes/3 - 8
 // hash returns the two halves of the fingerprint of q's key under r. Each value is hashed on its own, so that the place where
 // one ends and the next begins counts.
 func (e *Enforcer) hash(r *rule, q *Request) (h uint64, h2 uint32) {
-	if len(r.dims) == 1 {
-		if s := q.value(r.dims[0]); len(s) <= shortKey {
-			return mix(r.salt, maphash.String(e.seed, s)), uint32(mix(r.salt2, maphash.String(e.seed2, s)) >> 32)
-		}
-	}
 	a, b, size := r.salt, r.salt2, 0
 	for i := range r.dims {
 		s := q.value(r.dims[i])
 		size += len(s)
-		a = mix(a, maphash.String(e.seed, s))
-		b = mix(b, maphash.String(e.seed2, s))
+		a = mix(a, hashString(e.seed, s))
+		b = mix(b, hashString(e.seed2, s))
 	}
 	if size > shortKey {
 		return e.hashLong(r, q, a, b)
 	}
-	return a, uint32(b >> 32)
+	return a, half(b)
 }
+
+// fieldOf is where Request has the value of a dimension that is no header.
+var fieldOf = [...]uintptr{
+	limits.ByTenant: unsafe.Offsetof(Request{}.Tenant),
+	limits.ByRoute:  unsafe.Offsetof(Request{}.Route),
+	limits.ByIP:     unsafe.Offsetof(Request{}.IP),
+	limits.ByUser:   unsafe.Offsetof(Request{}.User),
+	limits.ByDevice: unsafe.Offsetof(Request{}.Device),
+}
+
+// only returns the one part of q's key, if r is plain.
+func (r *rule) only(q *Request) string {
+	return *(*string)(unsafe.Add(unsafe.Pointer(q), r.field))
+}
+
+// hashOne is hash for a short key of one part.
+func (e *Enforcer) hashOne(r *rule, s string) (uint64, uint32) {
+	return mix(r.salt, hashString(e.seed, s)), half(mix(r.salt2, hashString(e.seed2, s)))
+}
+
+// half is the second half of a fingerprint, as slot.word has it.
+func half(b uint64) uint32 { return uint32(b>>32) &^ flags }
 
 func mix(h, x uint64) uint64 { return (bits.RotateLeft64(h, 5) ^ x) * 0x9e3779b97f4a7c15 }
 
@@ -72,12 +89,12 @@ func (e *Enforcer) hashLong(r *rule, q *Request, a, b uint64) (uint64, uint32) {
 	if text[0] == '#' {
 		return e.hashText(r, string(text))
 	}
-	return a, uint32(b >> 32)
+	return a, half(b)
 }
 
 // hashText is hash for a key of which only the digest is known.
 func (e *Enforcer) hashText(r *rule, text string) (uint64, uint32) {
-	return ^mix(r.salt, maphash.String(e.seed, text)), ^uint32(mix(r.salt2, maphash.String(e.seed2, text)) >> 32)
+	return ^mix(r.salt, hashString(e.seed, text)), half(^mix(r.salt2, hashString(e.seed2, text)))
 }
 
 // appendKey appends the text of q's key.

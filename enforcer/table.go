@@ -147,13 +147,13 @@ func (g *segment) home(h uint64) uint64 {
 func tagOf(h uint64) uint64 { return h>>shardBits&0x7f | tagBit }
 
 // find returns the slot of a key and its number, or nil.
-func (g *segment) find(h uint64, h2 uint32) (*slot, int) {
+func (g *segment) find(h uint64, h2 uint32) (*slot, uint64) {
 	n := g.home(h)
 	s := g.at(n)
 	i := n / groupLen
 	w := g.tagsAt(i) // before we know whether it is needed: both lines are fetched at once
 	if s.fp.Load() == h && (s.word.Load()^h2)&^flags == 0 {
-		return s, int(n)
+		return s, n
 	}
 	tag := tagOf(h) * tagLow
 	for {
@@ -162,11 +162,11 @@ func (g *segment) find(h uint64, h2 uint32) (*slot, int) {
 			n := i*groupLen + uint64(bits.TrailingZeros64(m)>>3)
 			s := g.at(n)
 			if s.fp.Load() == h && (s.word.Load()^h2)&^flags == 0 {
-				return s, int(n)
+				return s, n
 			}
 		}
 		if w&tagHigh != tagHigh {
-			return nil, -1
+			return nil, 0
 		}
 		if i++; i*groupLen == g.size {
 			i = 0
@@ -279,7 +279,7 @@ func (sh *shard) newShare() uint32 {
 }
 
 // heat puts slot n on the list of what goes out at once.
-func (sh *shard) heat(g *segment, n int) {
+func (sh *shard) heat(g *segment, n uint64) {
 	g.hot[n/64].Or(1 << (n % 64))
 	if !sh.hot.Load() {
 		sh.hot.Store(true)
@@ -338,7 +338,7 @@ func (e *Enforcer) rebuild(sh *shard, now int64) (evicted int) {
 		s.ref = g.enter(inc, id, text)
 		s.word.Store(k.word.Load())
 		if k.word.Load()&hot != 0 {
-			sh.heat(g, n)
+			sh.heat(g, uint64(n))
 		}
 		g.publish(n, k.fp.Load())
 	}
@@ -376,7 +376,7 @@ func (e *Enforcer) idle(sh *shard, s *slot, w uint32, id int, text []byte, now i
 	var tenant string
 	if !v.current(s.lim) {
 		var known bool
-		if tenant, known = tenantOf(r.dims, text); !known && r.src.ByPlan {
+		if tenant, known = r.tenant(text); !known {
 			return false // its next request tells whose it is
 		}
 	}
@@ -385,13 +385,13 @@ func (e *Enforcer) idle(sh *shard, s *slot, w uint32, id int, text []byte, now i
 }
 
 // enter returns the segment, slot and number for a key that find did not see, entering a full bucket if there is none.
-func (e *Enforcer) enter(sh *shard, v *view, r *rule, h uint64, h2 uint32, tenant string, text []byte, now int64) (*segment, *slot, int) {
+func (e *Enforcer) enter(sh *shard, v *view, r *rule, h uint64, h2 uint32, tenant string, text []byte, now int64) (*segment, *slot, uint64) {
 	sh.mu.Lock()
 	defer sh.mu.Unlock()
 	return e.enterLocked(sh, v, r, h, h2, tenant, text, now)
 }
 
-func (e *Enforcer) enterLocked(sh *shard, v *view, r *rule, h uint64, h2 uint32, tenant string, text []byte, now int64) (*segment, *slot, int) {
+func (e *Enforcer) enterLocked(sh *shard, v *view, r *rule, h uint64, h2 uint32, tenant string, text []byte, now int64) (*segment, *slot, uint64) {
 	g := sh.seg.Load()
 	if s, n := g.find(h, h2); s != nil {
 		return g, s, n
@@ -408,7 +408,7 @@ func (e *Enforcer) enterLocked(sh *shard, v *view, r *rule, h uint64, h2 uint32,
 	s.reported = uint32(now / 1e6)
 	s.set(bucket.Full(v.entry(idx).limit, now))
 	s.min = s.tokens
-	s.word.Store(h2 &^ flags)
+	s.word.Store(h2)
 	g.publish(n, h)
-	return g, s, n
+	return g, s, uint64(n)
 }

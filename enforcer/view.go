@@ -1,7 +1,6 @@
 package enforcer
 
 import (
-	"hash/maphash"
 	"slices"
 	"strings"
 	"sync"
@@ -22,7 +21,11 @@ type entry struct {
 type rule struct {
 	src    *limits.Rule
 	layer  string
-	pos    int // in view.rules
+	field  uintptr // of Request, when plain
+	plain  bool    // the key is one part, and not a header
+	eager  bool    // shared with other gateways: a key without a share wants one
+	salt   uint64
+	salt2  uint64
 	id     int // the same for a rule of this name and key in every policy of this process
 	dims   []limits.Dimension
 	routes []string
@@ -30,8 +33,8 @@ type rule struct {
 	fixed  uint32   // index of the entry, unless the limit is by plan
 	pool   *pool    // of a rule whose key has no parts
 	alone  []string // the rule's name, for Decision.Shadow
-	salt   uint64
-	salt2  uint64
+
+	standing uint64 // its part of Decision.standings: the place in view.rules
 }
 
 func (r *rule) applies(route string) bool {
@@ -59,7 +62,7 @@ type view struct {
 	known   []*rule // the same, with the last form of rules that are gone
 	shared  bool    // some rule is kept together with other gateways
 
-	prev atomic.Pointer[view] // for the limits that slots of earlier generations are counted in
+	prev atomic.Pointer[view] // for the limits that slots of the last generation are counted in
 
 	entries atomic.Pointer[[]entry] // entry 0 denies everything
 	mu      sync.Mutex
@@ -106,9 +109,13 @@ func (e *Enforcer) compile(p *limits.Policy, fleet int, prev *view, now int64) *
 			v.byID, v.known = append(v.byID, nil), append(v.known, nil)
 		}
 		r := &rule{
-			src: src, layer: src.Layer.String(), pos: len(v.rules), id: id, dims: src.Key, routes: src.Routes,
+			src: src, layer: src.Layer.String(), id: id, standing: uint64(len(v.rules)) << standingRule, dims: src.Key, routes: src.Routes,
 			local: src.Consistency == limits.Local, alone: []string{src.Name},
-			salt: maphash.String(e.seed, "rule\x00"+name), salt2: maphash.String(e.seed2, "rule\x00"+name),
+			salt: hashString(e.seed, "rule\x00"+name), salt2: hashString(e.seed2, "rule\x00"+name),
+		}
+		r.eager = !r.local && fleet > 1
+		if len(r.dims) == 1 && r.dims[0].Kind != limits.ByHeader {
+			r.plain, r.field = true, fieldOf[r.dims[0].Kind]
 		}
 		if !src.ByPlan {
 			r.fixed = v.intern(src.Fixed, r.local)
@@ -167,7 +174,7 @@ func (v *view) entry(idx uint32) *entry { return &(*v.entries.Load())[idx] }
 
 func (v *view) current(lim uint32) bool { return lim>>genShift == v.gen }
 
-// entryOf returns the entry that a slot of this or an earlier generation is counted in, or nil when that is forgotten.
+// entryOf returns the entry that a slot of this or the last generation is counted in, or nil when that is forgotten.
 func (v *view) entryOf(lim uint32) *entry {
 	for u := v; u != nil; u = u.prev.Load() {
 		if u.current(lim) {
@@ -180,8 +187,7 @@ func (v *view) entryOf(lim uint32) *entry {
 // limit returns the limit in force for a locked slot, and the index in v of the entry that it is a part of. It first brings the
 // slot to that limit: the tokens it holds stay, less what no longer fits. The result is good while the slot is locked.
 //
-// A bucket that nobody touched while the policy changed is refilled at its old limit to the last change, and at the new one
-// from there.
+// A slot is behind when its shard was not swept yet, or when a check that began under the last policy left it so.
 func (e *Enforcer) limit(v *view, sh *shard, s *slot, r *rule, tenant string, now int64) (*bucket.Limit, uint32) {
 	if v.current(s.lim) {
 		idx := s.lim & (entryLimit - 1)
@@ -255,7 +261,7 @@ func (s *slot) resize(from *entry, to bucket.Limit, now int64) {
 	s.min = min(s.min, s.tokens)
 }
 
-// sweep brings every bucket to v, so that the limits of earlier generations may be forgotten.
+// sweep brings every bucket to v, which has just come into force.
 func (e *Enforcer) sweep(v *view, now int64) {
 	for i := range e.shards {
 		sh := &e.shards[i]
@@ -267,20 +273,24 @@ func (e *Enforcer) sweep(v *view, now int64) {
 				continue
 			}
 			_, id, text := g.key(s.ref)
-			r := v.byID[id]
-			if r == nil {
-				continue
+			if r := v.byID[id]; r != nil {
+				if tenant, known := r.tenant(text); known {
+					w, _ := s.lock()
+					e.limit(v, sh, s, r, tenant, now)
+					s.unlock(w)
+				}
 			}
-			tenant, known := tenantOf(r.dims, text)
-			if !known && r.src.ByPlan {
-				continue
-			}
-			w, _ := s.lock()
-			e.limit(v, sh, s, r, tenant, now)
-			s.unlock(w)
 		}
 		sh.mu.Unlock()
 	}
+}
+
+// tenant returns what a key's text says of the tenant whose plan the limit is, and whether it can tell: a digest cannot.
+func (r *rule) tenant(text []byte) (tenant string, known bool) {
+	if !r.src.ByPlan {
+		return "", true
+	}
+	return tenantOf(r.dims, text)
 }
 
 // names joins the names of shadow rules that would have refused.

@@ -161,18 +161,19 @@ func (s State) Level(l Limit, now int64) State {
 		s.Rem = lo
 		return s
 	}
-	var whole uint64
-	if hi == 0 {
-		whole = lo / l.Rate.Den
-		s.Rem = lo - whole*l.Rate.Den
-	} else {
-		whole, s.Rem = bits.Div64(hi, lo, l.Rate.Den) // Num <= Den and Rem < Den: the quotient is at most elapsed
-	}
-	if whole >= uint64(l.Burst-s.Tokens) {
+	needHi, needLo := bits.Mul64(uint64(l.Burst-s.Tokens), l.Rate.Den)
+	if hi > needHi || hi == needHi && lo >= needLo { // full: no division either
 		s.Tokens, s.Rem = l.Burst, 0
 		return s
 	}
-	s.Tokens += int64(whole)
+	var whole, rem uint64
+	if hi == 0 {
+		whole = lo / l.Rate.Den
+		rem = lo - whole*l.Rate.Den
+	} else {
+		whole, rem = bits.Div64(hi, lo, l.Rate.Den) // below Burst-Tokens
+	}
+	s.Tokens, s.Rem = s.Tokens+int64(whole), rem
 	return s
 }
 

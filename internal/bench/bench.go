@@ -39,9 +39,9 @@ var coarse atomic.Int64
 func Limiters() []Limiter {
 	return []Limiter{
 		{"floor", false, newFloor},
-		{"weir", true, func(int) Checker { return weir(coarse.Load, contract()) }},
-		{"weir-guard", true, func(int) Checker { return weir(coarse.Load, guard(), contract()) }},
-		{"weir-clock", false, func(int) Checker { return weir(enforcer.Monotonic, contract()) }},
+		{"weir", true, func(int) Checker { return weir(contract()) }},
+		{"weir-guard", true, func(int) Checker { return weir(guard(), contract()) }},
+		{"weir-clock", false, func(int) Checker { return weirClock(contract()) }},
 		{"xrate-syncmap", false, func(int) Checker { return xrateSyncMap() }},
 		{"xrate-rwmutex", false, func(int) Checker { return xrateRWMutex() }},
 		{"throttled", false, func(int) Checker { return throttledCheck() }},
@@ -66,12 +66,27 @@ func guard() limits.Rule {
 		Fixed: bucket.Limit{Rate: must(bucket.NewRate(100_000_000, 1, time.Second)), Burst: bucket.MaxBurst}}
 }
 
-func weir(now func() int64, rules ...limits.Rule) Checker {
+func newWeir(rules ...limits.Rule) *enforcer.Enforcer {
 	e := enforcer.New(enforcer.Config{})
 	e.SetPolicy(&limits.Policy{Rules: rules})
+	return e
+}
+
+// weir reads the same clock as the floor.
+func weir(rules ...limits.Rule) Checker {
+	e := newWeir(rules...)
 	return func(key string) bool {
 		q := enforcer.Request{Tenant: key, Cost: 1}
-		return e.Check(now(), &q).Allowed
+		return e.Check(coarse.Load(), &q).Allowed
+	}
+}
+
+// weirClock reads a clock on every call, as the rivals do.
+func weirClock(rules ...limits.Rule) Checker {
+	e := newWeir(rules...)
+	return func(key string) bool {
+		q := enforcer.Request{Tenant: key, Cost: 1}
+		return e.Check(enforcer.Monotonic(), &q).Allowed
 	}
 }
 
