@@ -35,6 +35,8 @@ type GatewayConfig struct {
 	Data      string           // folder for the little that a gateway remembers; none without one
 	Now       func() time.Time // wall clock (time.Now)
 	Clock     func() int64     // monotonic clock of the buckets (enforcer.Monotonic)
+
+	Applied func(schemas.ThrottleUpdate) // told of each update once it is in force; may be nil
 }
 
 // Gateway decides about requests and reports what it decided. It works, and is ready, whether NATS is there or not.
@@ -73,8 +75,12 @@ func NewGateway(cfg GatewayConfig, policy *Policy, nc *nats.Conn, m *Metrics, st
 	}
 	g.reporter = ingest.New(ingest.Config{PolicyVersion: policy.Version, Clock: cfg.Clock}, cfg.Name, g.Boot, g.enforcer, pub, log, m.ingest)
 	g.Guard = httpguard.New(httpguard.Config{Now: cfg.Now, Clock: cfg.Clock, Mode: g.enforcer.Mode}, g.enforcer, policy.Current, g.reporter, m.guard, log)
+	apply := g.enforcer.Apply
+	if cfg.Applied != nil {
+		apply = func(u schemas.ThrottleUpdate) { g.enforcer.Apply(u); cfg.Applied(u) }
+	}
 	feed, err := natsfeed.New(natsfeed.Config{Gateway: cfg.Name, Boot: g.Boot, Version: obs.Version(), FleetFile: fleetFile, Now: cfg.Now},
-		nc, g.enforcer.Apply, func() natsfeed.Status {
+		nc, apply, func() natsfeed.Status {
 			pending, _ := g.reporter.Pending()
 			return natsfeed.Status{Mode: g.enforcer.Mode(), PolicyVersion: policy.Version(), Pending: uint64(pending)}
 		}, m.feed, base)

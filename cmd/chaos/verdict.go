@@ -1,0 +1,80 @@
+package main
+
+import (
+	"cmp"
+	"fmt"
+	"maps"
+	"slices"
+)
+
+// verdict compares what was stored with what was answered.
+type verdict struct {
+	Lost, Doubled uint64
+	Lines         []string // one for each difference
+}
+
+func (v *verdict) add(lost, doubled uint64, format string, args ...any) {
+	if lost == 0 && doubled == 0 {
+		return
+	}
+	v.Lost += lost
+	v.Doubled += doubled
+	v.Lines = append(v.Lines, fmt.Sprintf("lost %d, doubled %d: ", lost, doubled)+fmt.Sprintf(format, args...))
+}
+
+// history judges what ClickHouse has. Every answered request must be there under the outcome that its caller was told. What is
+// there beyond that must be one of the cell's requests without an answer, each at most once.
+func (v *verdict) history(oracle map[cell]*entry, stored map[cell]outcomes) {
+	cells := map[cell]bool{}
+	for c := range oracle {
+		cells[c] = true
+	}
+	for c := range stored {
+		cells[c] = true
+	}
+	for _, c := range slices.SortedFunc(maps.Keys(cells), func(a, b cell) int {
+		return cmp.Or(cmp.Compare(a.Gateway, b.Gateway), cmp.Compare(a.Tenant, b.Tenant), cmp.Compare(a.Route, b.Route))
+	}) {
+		e := oracle[c]
+		if e == nil {
+			e = &entry{}
+		}
+		rules := map[string]bool{}
+		for r := range e.Answered {
+			rules[r] = true
+		}
+		for r := range stored[c] {
+			rules[r] = true
+		}
+		var lost, extra uint64
+		for r := range rules {
+			want, have := e.Answered[r], stored[c][r]
+			lost += want - min(want, have)
+			extra += have - min(want, have)
+		}
+		v.add(lost, extra-min(extra, e.Unanswered), "ClickHouse, %s, tenant %q, route %s: answered %v, %d without an answer, stored %v",
+			c.Gateway, c.Tenant, c.Route, e.Answered, e.Unanswered, stored[c])
+	}
+}
+
+// redis judges Redis' totals of the contract rule by tenant, which count what was admitted.
+func (v *verdict) redis(oracle map[cell]*entry, totals map[string]uint64) {
+	type sum struct{ admitted, unanswered uint64 }
+	sums := map[string]sum{}
+	for c, e := range oracle {
+		s := sums[c.Tenant]
+		s.admitted += e.Answered[""]
+		s.unanswered += e.Unanswered
+		sums[c.Tenant] = s
+	}
+	for tenant := range totals {
+		if _, ok := sums[tenant]; !ok {
+			sums[tenant] = sum{}
+		}
+	}
+	for _, tenant := range slices.Sorted(maps.Keys(sums)) {
+		s, have := sums[tenant], totals[tenant]
+		v.add(s.admitted-min(s.admitted, have), have-min(have, s.admitted+s.unanswered),
+			"Redis, tenant %q: admitted %d, %d without an answer, counted %d", tenant, s.admitted, s.unanswered, have)
+	}
+}
