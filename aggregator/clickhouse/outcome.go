@@ -16,9 +16,9 @@ func (s *Store) Outcomes(ctx context.Context, prefix string, from time.Time) (ma
 	const doing = "count requests by gateway and rule"
 	ctx, cancel := context.WithTimeout(ctx, queryTimeout)
 	defer cancel()
-	rows, err := s.conn.Query(ctx, `SELECT gateway, rule, sum(u.allowed + u.rejected) FROM `+ledger.as("u")+`
-		WHERE startsWith(gateway, {prefix:String}) AND u.ts >= fromUnixTimestamp64Milli({from:Int64}, 'UTC') GROUP BY gateway, rule`+ledger.settings,
-		ch.Named("prefix", prefix), ch.Named("from", from.UnixMilli()))
+	rows, err := s.conn.Query(ctx, `SELECT gateway, rule, sum(allowed + rejected) FROM usage FINAL
+		WHERE startsWith(gateway, {prefix:String}) AND ts >= fromUnixTimestamp64Milli({from:Int64}, 'UTC') GROUP BY gateway, rule`+final,
+		ch.Named("prefix", prefix), ch.Named("from", millis(from)))
 	if err != nil {
 		return nil, s.explain(doing, err)
 	}

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strings"
 	"time"
 
 	ch "github.com/ClickHouse/clickhouse-go/v2"
@@ -40,7 +41,7 @@ func (s *Store) Totals(ctx context.Context, from, to time.Time) (Totals, error) 
 	ctx, cancel := context.WithTimeout(ctx, queryTimeout)
 	defer cancel()
 	t := Totals{From: from.UTC(), To: to.UTC()}
-	err := s.conn.QueryRow(ctx, `SELECT sum(allowed), sum(rejected), sum(cost) FROM `+ledger.as("u")+` WHERE `+within+ledger.settings, window(from, to)...).
+	err := s.conn.QueryRow(ctx, `SELECT sum(allowed), sum(rejected), sum(cost) FROM usage FINAL WHERE `+within+final, window(from, to)...).
 		Scan(&t.Allowed, &t.Rejected, &t.Cost)
 	if err != nil {
 		return Totals{}, s.explain("count requests", err)
@@ -64,8 +65,8 @@ type TenantTotal struct {
 	Counts
 }
 
-// Top returns the n tenants (at most 10000) with the most of by, one of the By constants, largest first. Whole minutes,
-// hours and days are read from the roll-ups, anything else from the ledger.
+// Top returns the n tenants (at most 10000) with the most of by, one of the By constants, largest first. Whole days,
+// hours and minutes are read from the roll-ups, and the ends from the ledger.
 func (s *Store) Top(ctx context.Context, from, to time.Time, n int, by string) ([]TenantTotal, error) {
 	if !slices.Contains([]string{ByRequests, ByAllowed, ByRejected, ByCost}, by) {
 		return nil, fmt.Errorf("top by %q: want requests, allowed, rejected or cost", by)
@@ -73,12 +74,12 @@ func (s *Store) Top(ctx context.Context, from, to time.Time, n int, by string) (
 	if n < 1 || n > 10_000 {
 		return nil, fmt.Errorf("top %d: want 1 to 10000", n)
 	}
-	src := sourceFor(from, to, 0)
+	usage, args := usageIn(cover(from, to, rollups), "true")
 	ctx, cancel := context.WithTimeout(ctx, queryTimeout)
 	defer cancel()
 	rows, err := s.conn.Query(ctx, `SELECT tenant, sum(u.allowed) AS allowed, sum(u.rejected) AS rejected, sum(u.cost) AS cost, allowed + rejected AS requests
-		FROM `+src.as("u")+` WHERE `+within+` GROUP BY tenant ORDER BY `+by+` DESC, tenant LIMIT {n:UInt32}`+src.settings,
-		append(window(from, to), ch.Named("n", uint32(n)))...)
+		FROM `+usage+` AS u GROUP BY tenant ORDER BY `+by+` DESC, tenant LIMIT {n:UInt32}`+final,
+		append(args, ch.Named("n", uint32(n)))...)
 	if err != nil {
 		return nil, s.explain("find the top tenants", err)
 	}
@@ -124,12 +125,12 @@ func (s *Store) Tenant(ctx context.Context, tenant string, from, to time.Time, s
 		return TenantUsage{}, fmt.Errorf("usage of tenant %q: %w", tenant, err)
 	}
 	doing := fmt.Sprintf("read the usage of tenant %q", tenant)
-	src := sourceFor(from, to, step)
+	usage, args := usageIn(cover(from, to, forSteps(from, step)), "tenant = {tenant:String}")
 	ctx, cancel := context.WithTimeout(ctx, queryTimeout)
 	defer cancel()
 	rows, err := s.conn.Query(ctx, `SELECT `+stepOf+` AS step, route, rule, sum(u.allowed), sum(u.rejected), sum(u.cost)
-		FROM `+src.as("u")+` WHERE tenant = {tenant:String} AND `+within+` GROUP BY step, route, rule ORDER BY step, route, rule`+src.settings,
-		append(window(from, to), ch.Named("tenant", tenant), ch.Named("step", step.Milliseconds()))...)
+		FROM `+usage+` AS u GROUP BY step, route, rule ORDER BY step, route, rule`+final,
+		append(args, ch.Named("from", millis(from)), ch.Named("tenant", tenant), ch.Named("step", step.Milliseconds()))...)
 	if err != nil {
 		return TenantUsage{}, s.explain(doing, err)
 	}
@@ -198,8 +199,8 @@ func (s *Store) Curve(ctx context.Context, q CurveQuery) ([]CurvePoint, error) {
 	rows, err := s.conn.Query(ctx, `SELECT step, sum(l), sum(c), min(m), sum(t), sum(r), count() FROM (
 			SELECT `+stepOf+` AS step, gateway, key, argMax(tokens_last, (ts, seq)) AS l, argMax(capacity, (ts, seq)) AS c,
 				min(tokens_min) AS m, sum(taken) AS t, sum(refused) AS r
-			FROM tokens AS u FINAL WHERE rule = {rule:String} AND `+which+` AND `+within+` GROUP BY step, gateway, key
-		) GROUP BY step ORDER BY step`+ledger.settings,
+			FROM tokens FINAL WHERE rule = {rule:String} AND `+which+` AND `+within+` GROUP BY step, gateway, key
+		) GROUP BY step ORDER BY step`+final,
 		append(window(q.From, q.To), ch.Named("rule", q.Rule), ch.Named("who", name), ch.Named("step", q.Step.Milliseconds()))...)
 	if err != nil {
 		return nil, s.explain(doing, err)
@@ -219,38 +220,75 @@ func (s *Store) Curve(ctx context.Context, q CurveQuery) ([]CurvePoint, error) {
 
 // Times go to the server as milliseconds since 1970 and come back as numbers of steps: no text, so no time zone.
 const (
-	within = `u.ts >= fromUnixTimestamp64Milli({from:Int64}, 'UTC') AND u.ts < fromUnixTimestamp64Milli({to:Int64}, 'UTC')`
-	stepOf = `intDiv(toUnixTimestamp64Milli(u.ts) - {from:Int64}, {step:Int64})`
+	within = `ts >= fromUnixTimestamp64Milli({from:Int64}, 'UTC') AND ts < fromUnixTimestamp64Milli({to:Int64}, 'UTC')`
+	stepOf = `intDiv(toUnixTimestamp64Milli(ts) - {from:Int64}, {step:Int64})`
+
+	// final makes FINAL cheap: equal rows share a partition, so that it need not look across.
+	final = ` SETTINGS do_not_merge_across_partitions_select_final = 1`
 )
 
 func window(from, to time.Time) []any {
-	return []any{ch.Named("from", from.UnixMilli()), ch.Named("to", to.UnixMilli())}
+	return []any{ch.Named("from", millis(from)), ch.Named("to", millis(to))}
 }
 
-// source is a table that holds usage.
-type source struct {
-	name, final, settings string
-	grain                 time.Duration
+// millis is the first whole millisecond that is not before t.
+func millis(t time.Time) int64 { return t.Add(time.Millisecond - 1).UnixMilli() }
+
+// rollup is a table that holds usage added up over each grain.
+type rollup struct {
+	name  string
+	grain time.Duration
 }
 
-// as is the FROM clause.
-func (s source) as(alias string) string { return s.name + " AS " + alias + s.final }
+var rollups = []rollup{{"usage_1d", 24 * time.Hour}, {"usage_1h", time.Hour}, {"usage_1m", time.Minute}}
 
-// Equal rows share a partition, so FINAL need not look across.
-var (
-	ledger  = source{name: "usage", final: " FINAL", settings: " SETTINGS do_not_merge_across_partitions_select_final = 1", grain: time.Millisecond}
-	rollups = []source{{name: "usage_1d", grain: 24 * time.Hour}, {name: "usage_1h", grain: time.Hour}, {name: "usage_1m", grain: time.Minute}}
-)
+// segment is a part of a range, and the table that answers for it.
+type segment struct {
+	table    string
+	from, to time.Time
+}
 
-// sourceFor is the coarsest source that can tell from, to and every step apart. Step 0 is none.
-func sourceFor(from, to time.Time, step time.Duration) source {
-	whole := func(t time.Time, grain time.Duration) bool { return t.UnixNano()%int64(grain) == 0 }
-	for _, r := range rollups {
-		if whole(from, r.grain) && whole(to, r.grain) && step%r.grain == 0 {
-			return r
+// cover splits from <= ts < to into whole days, hours and minutes, each read from its roll-up, and the ledger for what is
+// left at both ends.
+func cover(from, to time.Time, rollups []rollup) []segment {
+	if len(rollups) == 0 {
+		return []segment{{"usage FINAL", from, to}}
+	}
+	grain := rollups[0].grain
+	a, b := from.Add(grain-1).Truncate(grain), to.Truncate(grain)
+	if !a.Before(b) {
+		return cover(from, to, rollups[1:])
+	}
+	var out []segment
+	if from.Before(a) {
+		out = cover(from, a, rollups[1:])
+	}
+	out = append(out, segment{rollups[0].name, a, b})
+	if b.Before(to) {
+		out = append(out, cover(b, to, rollups[1:])...)
+	}
+	return out
+}
+
+// forSteps are the roll-ups that tell steps counted from from apart.
+func forSteps(from time.Time, step time.Duration) []rollup {
+	for i, r := range rollups {
+		if from.Equal(from.Truncate(r.grain)) && step%r.grain == 0 {
+			return rollups[i:]
 		}
 	}
-	return ledger
+	return nil
+}
+
+// usageIn is a subquery for the usage rows, or their sums, of a range, as far as where is true; and its parameters.
+func usageIn(segments []segment, where string) (sql string, args []any) {
+	parts := make([]string, len(segments))
+	for i, g := range segments {
+		parts[i] = fmt.Sprintf(`SELECT ts, tenant, route, rule, allowed, rejected, cost FROM %s
+			WHERE %s AND ts >= fromUnixTimestamp64Milli({from%d:Int64}, 'UTC') AND ts < fromUnixTimestamp64Milli({to%d:Int64}, 'UTC')`, g.table, where, i, i)
+		args = append(args, ch.Named(fmt.Sprint("from", i), millis(g.from)), ch.Named(fmt.Sprint("to", i), millis(g.to)))
+	}
+	return "(" + strings.Join(parts, " UNION ALL ") + ")", args
 }
 
 // maxSteps bounds an answer.

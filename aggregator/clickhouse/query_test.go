@@ -54,7 +54,7 @@ func sum(all []schemas.Usage) (c Counts) {
 	return c
 }
 
-// ranges are read from the days, the hours, the minutes and the ledger, in this order.
+// ranges are read from the days, the hours, the minutes and the ledger, and from all of them.
 func ranges() [][2]time.Time {
 	day := noon.Truncate(24 * time.Hour)
 	return [][2]time.Time{
@@ -62,18 +62,50 @@ func ranges() [][2]time.Time {
 		{day.Add(5 * time.Hour), day.Add(40 * time.Hour)},
 		{day.Add(61 * time.Minute), day.Add(2000 * time.Minute)},
 		{day.Add(1234567 * time.Millisecond), day.Add(99999999 * time.Millisecond)},
+		{day.Add(1234567 * time.Millisecond), day.Add(61*time.Hour + 1)},
 		{day.Add(time.Hour), day.Add(time.Hour)},
 	}
 }
 
-func TestSourceFor(t *testing.T) {
-	var got []string
-	for _, r := range ranges() {
-		got = append(got, sourceFor(r[0], r[1], 0).name)
+func TestCover(t *testing.T) {
+	day := noon.Truncate(24 * time.Hour)
+	at := func(clock string) time.Time {
+		t.Helper()
+		d, err := time.Parse("2 15:04:05.000", clock)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return day.AddDate(0, 0, d.Day()-day.Day()).Add(d.Sub(d.Truncate(24 * time.Hour)))
 	}
-	got = append(got, sourceFor(ranges()[0][0], ranges()[0][1], time.Hour).name, sourceFor(ranges()[0][0], ranges()[0][1], 90*time.Second).name)
-	if want := "usage_1d usage_1h usage_1m usage usage_1h usage_1h usage"; strings.Join(got, " ") != want {
-		t.Errorf("sources = %q, want %q", strings.Join(got, " "), want)
+	for _, tt := range []struct{ from, to, want string }{
+		{"15 00:00:00.000", "17 00:00:00.000", "usage_1d 15 00:00:00.000"},
+		{"15 01:00:00.000", "17 02:00:00.000", "usage_1h 15 01:00:00.000, usage_1d 16 00:00:00.000, usage_1h 17 00:00:00.000"},
+		{"15 23:58:00.500", "16 00:01:00.000", "usage FINAL 15 23:58:00.500, usage_1m 15 23:59:00.000"},
+		{"15 23:58:59.500", "18 01:01:00.001", "usage FINAL 15 23:58:59.500, usage_1m 15 23:59:00.000, usage_1d 16 00:00:00.000, usage_1h 18 00:00:00.000, usage_1m 18 01:00:00.000, usage FINAL 18 01:01:00.000"},
+		{"15 10:00:10.000", "15 10:00:50.000", "usage FINAL 15 10:00:10.000"},
+		{"15 10:00:00.000", "15 10:00:00.000", "usage FINAL 15 10:00:00.000"},
+	} {
+		var got []string
+		next := at(tt.from)
+		for _, g := range cover(at(tt.from), at(tt.to), rollups) {
+			got = append(got, g.table+g.from.Format(" 2 15:04:05.000"))
+			if !g.from.Equal(next) {
+				t.Errorf("cover(%s, %s): a gap at %s", tt.from, tt.to, next)
+			}
+			next = g.to
+		}
+		if strings.Join(got, ", ") != tt.want || !next.Equal(at(tt.to)) {
+			t.Errorf("cover(%s, %s) = %q to %s, want %q", tt.from, tt.to, strings.Join(got, ", "), next, tt.want)
+		}
+	}
+	for _, tt := range []struct {
+		from time.Time
+		step time.Duration
+		want int
+	}{{day, 24 * time.Hour, 3}, {day, time.Hour, 2}, {noon, 24 * time.Hour, 2}, {day, 90 * time.Minute, 1}, {day, 90 * time.Second, 0}, {day.Add(1), time.Hour, 0}} {
+		if got := forSteps(tt.from, tt.step); len(got) != tt.want {
+			t.Errorf("forSteps(%s, %s) = %v, want %d", tt.from, tt.step, got, tt.want)
+		}
 	}
 }
 
@@ -81,7 +113,7 @@ func TestTotalsTopAndTenantMatchTheNaiveTwin(t *testing.T) {
 	s, all := history(t)
 	for _, r := range ranges() {
 		in := between(all, r[0], r[1])
-		src := sourceFor(r[0], r[1], 0).name
+		src := r[0].Format(time.StampMilli) + " to " + r[1].Format(time.StampMilli)
 
 		total, err := s.Totals(t.Context(), r[0], r[1])
 		if err != nil {
@@ -340,7 +372,7 @@ func TestB073SumsAreExact(t *testing.T) {
 }
 
 func BenchmarkQueries(b *testing.B) {
-	s := fresh(b)
+	s := open(b, embeddedtest.ClickHouse(b).URL()+"?read_timeout=10m")
 	const rows = 2_000_000
 	exec(b, s, fmt.Sprintf(`INSERT INTO usage (ts, gateway, boot, seq, entry, tenant, route, rule, layer, allowed, rejected, cost, received)
 		SELECT toDateTime64('2026-11-01 00:00:00', 3, 'UTC') + toIntervalMillisecond(number * 1200) AS ts, 'gw-' || toString(number %% 3), 'boot-' || toString(number %% 3),
@@ -349,7 +381,7 @@ func BenchmarkQueries(b *testing.B) {
 			number %% 10 = 0 ? 0 : number %% 40, number %% 10 = 0 ? number %% 7 : 0, number %% 40, ts FROM numbers(%d)`, rows))
 	exec(b, s, fmt.Sprintf(`INSERT INTO tokens (ts, gateway, boot, seq, entry, rule, layer, key, tenant, mode, rate_nanos, capacity, taken, tokens_min, tokens_last, received)
 		SELECT toDateTime64('2026-11-01 00:00:00', 3, 'UTC') + toIntervalMillisecond(number * 1200) AS ts, 'gw-' || toString(number %% 3), 'boot-' || toString(number %% 3),
-			intDiv(number, 1500), intDiv(number, 3) %% 500, 'contract', 'contract', 'tenant-' || toString(intDiv(number, 3) %% 50), key, 'enforce', 5000000000, 10, 1, number %% 10, number %% 10, now()
+			intDiv(number, 1500), intDiv(number, 3) %% 500, 'contract', 'contract', 'tenant-' || toString(intDiv(number, 3) %% 50) AS key, key, 'enforce', 5000000000, 10, 1, number %% 10, number %% 10, now()
 			FROM numbers(%d)`, rows))
 	if got := number(b, s, "(SELECT count() FROM usage FINAL)"); got != rows {
 		b.Fatalf("%d rows, want %d", got, rows)
