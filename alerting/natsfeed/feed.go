@@ -112,10 +112,11 @@ func (f *Feed) Run(ctx context.Context) error {
 	}
 }
 
-// poll is an answer about the stream of reports.
+// poll is an answer about the streams.
 type poll struct {
 	sample clock.Sample
-	last   uint64
+	last   uint64 // report
+	alerts uint64 // the last one
 	err    error
 }
 
@@ -182,6 +183,11 @@ func (f *Feed) session(ctx context.Context, heartbeats <-chan *nats.Msg) error {
 			if f.lost = p.err; p.err == nil {
 				f.setClock(p.sample)
 				f.target, f.newest = f.newest, p.last
+				if p.alerts > f.outbox.seq { // of another alerter
+					if err := f.outbox.learn(ctx); err != nil {
+						return err
+					}
+				}
 			}
 		case <-tick.C:
 			if f.seq < f.target && time.Since(progress) > stalledAfter {
@@ -227,7 +233,7 @@ func (f *Feed) open(ctx context.Context) (jetstream.MessagesContext, error) {
 	return messages, nil
 }
 
-// poll asks about the stream every now and then, until ctx is done.
+// poll asks about the streams every now and then, until ctx is done.
 func (f *Feed) poll(ctx context.Context, out chan<- poll) {
 	every := time.NewTicker(f.cfg.Poll)
 	defer every.Stop()
@@ -245,7 +251,7 @@ func (f *Feed) poll(ctx context.Context, out chan<- poll) {
 	}
 }
 
-// ask asks where the stream ends, and what time it is there.
+// ask asks where the streams end, and what time it is there.
 func (f *Feed) ask(ctx context.Context) poll {
 	ctx, cancel := context.WithTimeout(ctx, f.cfg.Timeout)
 	defer cancel()
@@ -255,7 +261,13 @@ func (f *Feed) ask(ctx context.Context) poll {
 		return poll{err: fmt.Errorf("ask about %s: %w", schemas.UsageStream, err)}
 	}
 	info := stream.CachedInfo()
-	return poll{last: info.State.LastSeq, sample: clock.Sample{T1: sent, T2: info.TimeStamp, T3: info.TimeStamp, T4: time.Now()}}
+	p := poll{last: info.State.LastSeq, sample: clock.Sample{T1: sent, T2: info.TimeStamp, T3: info.TimeStamp, T4: time.Now()}}
+	alerts, err := f.js.Stream(ctx, schemas.AlertsStream)
+	if err != nil {
+		return poll{err: fmt.Errorf("ask about %s: %w", schemas.AlertsStream, err)}
+	}
+	p.alerts = alerts.CachedInfo().State.LastSeq
+	return p
 }
 
 // setClock takes in a sample of the stream's clock.

@@ -47,7 +47,9 @@ func (o *outbox) learn(ctx context.Context) error {
 	}
 	defer messages.Stop()
 	for {
-		msg, err := messages.Next(jetstream.NextContext(ctx))
+		next, cancel := context.WithTimeout(ctx, o.timeout)
+		msg, err := messages.Next(jetstream.NextContext(next))
+		cancel()
 		if err != nil {
 			return fmt.Errorf("read %s: %w", schemas.AlertsStream, err)
 		}
@@ -83,13 +85,19 @@ func (o *outbox) check(ctx context.Context) error {
 	return nil
 }
 
-// settle drops what the stream says already.
+// settle drops what is said already, or is not so any more after what was learned. The detector has learned the same.
 func (o *outbox) settle() {
 	left := o.pending[:0]
 	for _, a := range o.pending {
-		if _, firing := o.firing[a.DedupKey]; firing != (a.Type == schemas.AlertFiring) {
-			left = append(left, a)
+		stored, isStored := o.firing[a.DedupKey]
+		since, fires := o.det.Firing(&a)
+		switch {
+		case a.Type == schemas.AlertFiring && !isStored && fires && since.Equal(a.StartsAt):
+		case a.Type == schemas.AlertResolved && isStored && stored.StartsAt.Equal(a.StartsAt) && !fires:
+		default:
+			continue
 		}
+		left = append(left, a)
 	}
 	o.pending = left
 }
