@@ -585,11 +585,11 @@ func share(s *KeyState, fleet []string) ([]Share, []string) {
 	return Allocate(limit, demands), reasons
 }
 
-// pressed says whether gateways ask for more than the limit, or have spent more.
+// pressed says whether gateways ask for the whole limit, or have spent more.
 func (s *KeyState) pressed() bool {
 	var sum int64
 	for _, d := range s.Demands {
-		if sum += d.RateNanos; sum > s.Limit.RateNanos || sum < 0 {
+		if sum += d.RateNanos; sum >= s.Limit.RateNanos || sum < 0 {
 			return true
 		}
 	}

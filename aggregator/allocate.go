@@ -59,7 +59,7 @@ func (l Limit) Repaying(debtMicros int64) Limit {
 //
 // Burst follows the rate, at least 1 each. A burst smaller than the number of gateways goes, 1 each, to those that asked first,
 // then to gateways that ask for nothing, by name; the rest get neither burst nor rate. Nanotokens that do not divide go to the
-// hungriest gateway.
+// hungriest gateways.
 //
 // A gateway may appear once only; a negative demand is none.
 func Allocate(l Limit, demands []Demand) []Share {
@@ -71,7 +71,7 @@ func Allocate(l Limit, demands []Demand) []Share {
 	l.RateNanos, l.Burst = max(l.RateNanos, 0), max(l.Burst, 0)
 	shares := make([]Share, len(d))
 	for i := range d {
-		d[i].RateNanos = min(max(d[i].RateNanos, 0), math.MaxInt64/2)
+		d[i].RateNanos = max(d[i].RateNanos, 0)
 		shares[i].Gateway = d[i].Gateway
 	}
 
@@ -111,12 +111,17 @@ func divideRate(rate int64, d []Demand, part []int, shares []Share) {
 	n := int64(len(part))
 	floor := rate / (n * floorPart)
 	want := func(i int) int64 { return min(max(d[i].RateNanos, floor), rate) }
-	roomy := func(i int) int64 { return min(max(d[i].RateNanos+d[i].RateNanos/2, floor), rate) }
+	roomy := func(i int) int64 {
+		if half := d[i].RateNanos / 2; d[i].RateNanos < rate-half { // else one and a half are more than any share
+			return min(max(d[i].RateNanos+half, floor), rate)
+		}
+		return rate
+	}
 
 	left := rate
 	if sum, fits := total(part, roomy, rate); fits && sum <= rate {
 		for k, i := range part { // from the top: the first that wants less than the mean of what is left sets the level
-			share := max(roomy(i), left/(n-int64(k)))
+			share := min(max(roomy(i), (left-1)/(n-int64(k))+1), left)
 			shares[i].RateNanos = share
 			left -= share
 		}
@@ -148,7 +153,8 @@ func total(part []int, f func(int) int64, bound int64) (sum int64, fits bool) {
 	return sum, true
 }
 
-// divideBurst gives every member of part, the hungriest first, 1 and its part of the rest.
+// divideBurst gives every member of part 1 and its part of the rest. Tokens that do not divide go to the largest remainders, in
+// steps too coarse for the noise of a demand to move a token.
 func divideBurst(l Limit, part []int, shares []Share) {
 	base := int64(0)
 	if l.Burst >= int64(len(part)) {
@@ -156,14 +162,20 @@ func divideBurst(l Limit, part []int, shares []Share) {
 	}
 	rest := l.Burst - base*int64(len(part))
 	left := rest
+	remainder := make([]int64, len(shares))
 	for _, i := range part {
-		share := rest / int64(len(part))
-		if l.RateNanos > 0 {
-			share = mulDiv(rest, shares[i].RateNanos, l.RateNanos)
+		share, of := shares[i].RateNanos, l.RateNanos
+		if of == 0 {
+			share, of = 1, int64(len(part))
 		}
-		shares[i].Burst = base + share
-		left -= share
+		whole := mulDiv(rest, share, of)
+		hi, lo := bits.Mul64(uint64(rest), uint64(share))
+		remainder[i] = (int64(bits.Rem64(hi, lo, uint64(of)))/(of/256+1) + 1) / 2
+		shares[i].Burst = base + whole
+		left -= whole
 	}
+	slices.Sort(part)
+	slices.SortStableFunc(part, func(i, j int) int { return cmp.Compare(remainder[j], remainder[i]) })
 	for k := range left { // fewer than len(part)
 		shares[part[k]].Burst++
 	}

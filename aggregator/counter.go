@@ -42,7 +42,7 @@ type Use struct {
 	From        uint64        // Cum before the first of these reports: an incarnation that the counter does not know is charged from here
 	Settled     uint64        // Cum of reports that are too old to charge: they are counted in the total only
 	DemandNanos int64         // tokens taken and refused, in billionths per second
-	Window      time.Duration // the time that the newest report looks back on: its demand holds for as long
+	Window      time.Duration // how long this demand holds: what the newest report looks back on, and a little
 	Enforced    Limit         // what the gateway enforced, by its newest report; not for the counter
 
 	asked uint64
@@ -66,11 +66,12 @@ const (
 	MaxRateNanos = 1_000_000_000 * 1_000_000_000 // a billion tokens per second
 )
 
-// Timing of demand.
+// Timing of demand. A gateway reports a pressed key every tenth of a second: when it ceases to, its load has gone elsewhere.
 const (
-	demandHalfLife = time.Second
-	demandForgets  = 10 * demandHalfLife    // after this it is none
-	demandHoldMax  = 10 * time.Second       // a report holds for its window, at most this
+	demandGrace    = 100 * time.Millisecond // a demand holds for its report's window and this …
+	demandHalfLife = 200 * time.Millisecond // … then halves each time …
+	demandForgets  = 10 * demandHalfLife    // … and after this it is none
+	demandHoldMax  = 10 * time.Second       // of a longer window
 	demandSpanMin  = 100 * time.Millisecond // a shorter window says nothing of a rate
 	demandSpanNone = time.Second            // for a report that does not tell its window
 )
@@ -109,7 +110,7 @@ func merge(items []schemas.Delivered[*schemas.Report], late time.Time) []Fold {
 	}
 	for i := range folds {
 		for j := range folds[i].Uses {
-			folds[i].Uses[j].finish()
+			folds[i].Uses[j].finish(folds[i].Limit)
 		}
 	}
 	return folds
@@ -148,19 +149,21 @@ func (f *Fold) add(r *schemas.Report, t *schemas.Tokens, late bool) {
 		u.span += demandSpanNone
 	}
 	if r.Seq >= u.Seq {
-		u.Seq, u.Window, u.Enforced = r.Seq, min(t.Window, demandHoldMax), Limit{t.RateNanos, t.Capacity}
+		u.Seq, u.Window, u.Enforced = r.Seq, min(t.Window, demandHoldMax)+demandGrace, Limit{t.RateNanos, t.Capacity}
 	}
 }
 
-func (u *Use) finish() {
+// finish turns what was asked for into a rate. More than the whole limit is no more demand than the limit, and would only take
+// longer to fade.
+func (u *Use) finish(l Limit) {
 	u.From = max(u.From, u.Settled)
 	if u.asked > 0 {
 		rate := float64(u.asked) / max(u.span, demandSpanMin).Seconds() * 1e9
-		u.DemandNanos = int64(min(max(rate, 1), MaxRateNanos))
+		u.DemandNanos = int64(min(max(rate, 1), float64(l.RateNanos), MaxRateNanos))
 	}
 }
 
-// Fade is a demand, in any unit, that ceased µs ago: it halves every second and is none after ten. Before it ceases it holds.
+// Fade is what is left of a demand, in any unit, that ceased µs ago. Before it ceases it holds.
 func Fade(demand, micros int64) int64 {
 	switch {
 	case micros <= 0:

@@ -174,7 +174,7 @@ func (b *bucket) use(u *aggregator.Use, now int64) {
 	d := b.demand[u.Gateway]
 	asked := max(u.DemandNanos/1000, 1)
 	switch {
-	case d == nil || now-d.until > 10e6:
+	case d == nil || now-d.until > 2e6:
 		d = &demand{since: now}
 		b.demand[u.Gateway] = d
 	case asked < aggregator.Fade(d.micros, now-d.until):

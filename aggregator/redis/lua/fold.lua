@@ -17,7 +17,7 @@
 -- d demands ";GATEWAY demand until since;…" · c:GATEWAY:BOOT:INCARNATION mark "cum seq", and since when unused if pruning saw it.
 -- A damaged field is made good: level anew from a full bucket, time from now. Debt is at most the burst and five seconds of the rate.
 -- A number becomes text once, and text is passed on as it came: that is much of what this script costs.
-local HOUR, DAY = 3600000000, 86400000000
+local HOUR, DAY, HALF = 3600000000, 86400000000, 200000 -- µs; a demand halves in HALF and is none after ten
 local floor, max, min, format, match, find, sub, call = math.floor, math.max, math.min, string.format, string.match, string.find, string.sub, redis.call
 
 -- num returns s as a number whose whole part a double holds exactly, or nil.
@@ -55,7 +55,7 @@ end
 local function forget(d, now)
   return ';' .. string.gsub(d, '[^;]*;', function(one)
     local til = num(match(one, ' (%d+) %d+;$'))
-    if not til or now - til > 10000000 then return '' end
+    if not til or now - til > 10 * HALF then return '' end
   end)
 end
 
@@ -67,9 +67,9 @@ local function ask(old, asked, text, til, now, stamp)
     q, ends, since = match(old, '^(%d+) (%d+) (%d+)$')
     q, ends = num(q), num(ends)
   end
-  if not (q and ends) or ends > now + 60000000 or now - ends > 10000000 then
+  if not (q and ends) or ends > now + 60000000 or now - ends > 10 * HALF then
     since = stamp
-  elseif asked < (now > ends and floor(q * 0.5 ^ ((now - ends) / 1e6)) or q) then
+  elseif asked < (now > ends and floor(q * 0.5 ^ ((now - ends) / HALF)) or q) then
     return old
   end
   return text .. format(' %d ', til) .. since
