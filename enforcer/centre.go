@@ -157,12 +157,10 @@ func (e *Enforcer) Collect(now int64, all bool, emit func(Bucket)) {
 		clear(out)
 		out = out[:0]
 	}
-	for _, rules := range [][]*rule{v.checks, v.shadows} {
-		for _, r := range rules {
-			if r.pool != nil {
-				if b, ok := r.pool.report(e, r, now, all); ok {
-					out = append(out, b)
-				}
+	for _, r := range v.known {
+		if r.pool != nil {
+			if b, ok := r.pool.report(e, r, now, all); ok {
+				out = append(out, b)
 			}
 		}
 	}
@@ -292,6 +290,6 @@ func (p *pool) report(e *Enforcer, r *rule, now int64, all bool) (b Bucket, ok b
 	}
 	b.Taken = b.Cum - p.reported
 	state(&b, p.limit, p.entry.whole)
-	p.reported, p.refused, p.min, p.last, p.hot, p.touched = b.Cum, 0, level, now, false, false
+	p.reported, p.refused, p.min, p.last, p.hot = b.Cum, 0, level, now, false
 	return b, true
 }

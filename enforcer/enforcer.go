@@ -326,8 +326,9 @@ func (e *Enforcer) take(v *view, r *rule, q *Request, now int64, d *Decision) bo
 	s.taken = int32(min(int64(s.taken)+n, math.MaxInt32))
 	s.min = min(s.min, s.tokens)
 	w |= touched
-	if w&hot == 0 && (r.eager || b.Tokens*4 <= lim.Burst) {
-		w = e.heat(sh, g, s, at, w, r, b.Tokens*2 <= lim.Burst)
+	half := b.Tokens*2 <= lim.Burst && (b.Tokens+n)*2 > lim.Burst // of the bucket has just gone
+	if w&hot == 0 && (r.eager || b.Tokens*4 <= lim.Burst) || half && r.eager {
+		w = e.heat(sh, g, s, at, w, r, b.Tokens*4 <= lim.Burst, half)
 	}
 	d.stand(r, idx, b.Tokens)
 	s.unlock(w)
@@ -335,16 +336,16 @@ func (e *Enforcer) take(v *view, r *rule, q *Request, now int64, d *Decision) bo
 }
 
 // heat puts a locked slot on the list of what goes out at once, if it belongs there, and returns its word.
-func (e *Enforcer) heat(sh *shard, g *segment, s *slot, at uint64, w uint32, r *rule, half bool) uint32 {
+func (e *Enforcer) heat(sh *shard, g *segment, s *slot, at uint64, w uint32, r *rule, low, half bool) uint32 {
 	unknown := r.eager && s.lim&shareFlag == 0
-	if r.eager && !unknown && !half { // it has its share, and most of that
-		return w
-	}
-	sh.heat(g, at)
 	if unknown && half {
 		e.signal()
 	}
-	return w | hot
+	if w&hot == 0 && (unknown || low) {
+		sh.heat(g, at)
+		w |= hot
+	}
+	return w
 }
 
 // peekFull answers for a key that nobody spent from.

@@ -35,7 +35,6 @@ type pool struct {
 	refused     uint64
 	min         int64
 	last        int64 // instant of the last report
-	touched     bool
 	hot         bool
 }
 
@@ -113,7 +112,6 @@ func (p *pool) takeFromBucket(e *Enforcer, now, n int64, at int) bucket.Decision
 		return d
 	}
 	d := p.state.Take(p.limit, now, n)
-	p.touched = true
 	if !d.Allowed {
 		if p.refused == 0 {
 			e.signal()
@@ -134,9 +132,11 @@ func (p *pool) takeFromBucket(e *Enforcer, now, n int64, at int) bucket.Decision
 	d.Remaining = p.state.Tokens + p.credits()
 	p.min = min(p.min, d.Remaining)
 	p.level.Store(d.Remaining)
-	if d.Remaining*4 <= p.limit.Burst {
+	if !p.shared && p.limit != p.entry.whole && !p.hot { // it wants a share
 		p.hot = true
+		e.signal()
 	}
+	p.hot = p.hot || d.Remaining*4 <= p.limit.Burst
 	return d
 }
 
@@ -145,7 +145,11 @@ func (p *pool) refill(e *Enforcer, now int64) {
 	if p.shared {
 		if isolated := now > e.freshUntil.Load(); isolated != p.share.isolated {
 			p.share.isolated = isolated
-			p.become(p.target(), now)
+			at := now
+			if isolated {
+				at = min(now, e.freshUntil.Load())
+			}
+			p.become(p.target(), at)
 		}
 	}
 	l := p.limit

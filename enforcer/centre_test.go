@@ -1,0 +1,193 @@
+package enforcer_test
+
+import (
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/weirhq/weir/enforcer"
+	"github.com/weirhq/weir/limits"
+	"github.com/weirhq/weir/schemas"
+)
+
+const nano = 1_000_000_000 // nano-tokens per second
+
+// share is a share of rule c's limit of 90/s, burst 90.
+func share(key string, version uint64, rate, burst int64) schemas.Share {
+	return schemas.Share{Rule: "c", Key: key, Version: version, RateNanos: rate * nano, Burst: burst, LimitRateNanos: 90 * nano, LimitBurst: 90}
+}
+
+func ninety(t *testing.T, key []limits.Dimension, consistency limits.Consistency) *limits.Policy {
+	return policy(limits.Rule{Name: "c", Layer: limits.LayerContract, Key: key, Consistency: consistency, Fixed: per(t, 90, 1, time.Second, 90)})
+}
+
+// keyed runs a test with a rule by tenant, and with one that has no key.
+func keyed(t *testing.T, run func(t *testing.T, dims []limits.Dimension, key string)) {
+	t.Run("tenant", func(t *testing.T) { run(t, dims(limits.ByTenant), "a") })
+	t.Run("no key", func(t *testing.T) { run(t, nil, "") })
+}
+
+func TestWithoutAShareAKeyHasItsPartOfTheFleet(t *testing.T) {
+	keyed(t, func(t *testing.T, d []limits.Dimension, key string) {
+		e, _ := build(enforcer.Config{Fleet: 3}, ninety(t, d, limits.Shared))
+		q := enforcer.Request{Tenant: "a", Cost: 1}
+		if got := ask(e, 0, q, 100); got != 30 {
+			t.Errorf("one of three: %d allowed, want 30", got)
+		}
+		if got := ask(e, sec/2, q, 100); got != 15 {
+			t.Errorf("half a second later: %d allowed, want 15", got)
+		}
+		e, _ = build(enforcer.Config{Fleet: 3}, ninety(t, d, limits.Local))
+		if got := ask(e, 0, q, 100); got != 90 {
+			t.Errorf("local: %d allowed, want 90", got)
+		}
+		if e.Mode() != enforcer.Local {
+			t.Errorf("mode %s, want local", e.Mode())
+		}
+	})
+}
+
+func TestSharesFollowVersionsAndTheLadder(t *testing.T) {
+	keyed(t, func(t *testing.T, d []limits.Dimension, key string) {
+		e, c := build(enforcer.Config{Fleet: 3, StaleAfter: 2 * time.Second}, ninety(t, d, limits.Shared))
+		q := enforcer.Request{Tenant: "a", Cost: 1}
+		go100 := func(step string, now int64, want int) {
+			t.Helper()
+			c.Store(now)
+			if got := ask(e, now, q, 100); got != want {
+				t.Errorf("%s: %d allowed, want %d", step, got, want)
+			}
+		}
+		mode := func(want string) {
+			t.Helper()
+			if e.Mode() != want {
+				t.Errorf("at %v: mode %s, want %s", time.Duration(c.Load()), e.Mode(), want)
+			}
+		}
+		mode(enforcer.Isolated)
+		go100("its part of the fleet", 0, 30)
+		e.Apply(enforcer.Update{TTL: 10 * time.Second, Shares: []schemas.Share{share(key, 5, 60, 60), {Rule: "nobody", Key: key}}})
+		mode(enforcer.Synced)
+		go100("the share's rate", sec, 60)
+		e.Apply(enforcer.Update{TTL: 10 * time.Second, Shares: []schemas.Share{share(key, 5, 1, 1), share(key, 4, 1, 1)}})
+		go100("equal and older versions are ignored", 2*sec, 60)
+		e.Apply(enforcer.Update{TTL: 10 * time.Second, Shares: []schemas.Share{{Rule: "c", Key: key, Version: 9, RateNanos: 1, Burst: 1, LimitRateNanos: 7, LimitBurst: 7}}})
+		go100("a share of another limit is ignored", 3*sec, 60)
+		e.Apply(enforcer.Update{TTL: 10 * time.Second, Shares: []schemas.Share{share(key, 6, 10, 20)}})
+		go100("a smaller share", 4*sec, 10)
+		go100("its burst", 7*sec, 20)
+		mode(enforcer.Stale)
+		go100("stale shares hold", 12*sec, 20)
+		c.Store(14 * sec)
+		mode(enforcer.Isolated)
+		go100("isolated: the fleet's part", 16*sec, 30)
+		e.Apply(enforcer.Update{TTL: 10 * time.Second})
+		mode(enforcer.Synced)
+		go100("the share holds again", 18*sec, 20)
+		e.Apply(enforcer.Update{TTL: 10 * time.Second, Shares: []schemas.Share{share(key, 7, 90, 90)}})
+		go100("all of it", 20*sec, 90)
+	})
+}
+
+func TestTheFleetGrows(t *testing.T) {
+	keyed(t, func(t *testing.T, d []limits.Dimension, key string) {
+		e, c := build(enforcer.Config{}, ninety(t, d, limits.Shared))
+		q := enforcer.Request{Tenant: "a", Cost: 1}
+		e.Check(0, &q)
+		e.Apply(enforcer.Update{Gateways: 9})
+		if got := ask(e, 0, q, 100); got != 10 {
+			t.Errorf("one of nine: %d allowed, want 10", got)
+		}
+		c.Store(sec)
+		e.Apply(enforcer.Update{Gateways: 3})
+		if got := ask(e, 2*sec, q, 100); got != 30 {
+			t.Errorf("one of three: %d allowed, want 30", got)
+		}
+	})
+}
+
+func TestAPolicyThatChangesALimitDropsItsShares(t *testing.T) {
+	keyed(t, func(t *testing.T, d []limits.Dimension, key string) {
+		e, _ := build(enforcer.Config{Fleet: 3}, ninety(t, d, limits.Shared))
+		q := enforcer.Request{Tenant: "a", Cost: 1}
+		e.Apply(enforcer.Update{Shares: []schemas.Share{share(key, 1, 60, 60)}})
+		e.SetPolicy(ninety(t, d, limits.Shared))
+		if got := ask(e, sec, q, 100); got != 60 {
+			t.Errorf("the same limit: %d allowed, want 60", got)
+		}
+		e.SetPolicy(policy(limits.Rule{Name: "c", Layer: limits.LayerContract, Key: d, Fixed: per(t, 30, 1, time.Second, 30)}))
+		if got := ask(e, 100*sec, q, 100); got != 10 {
+			t.Errorf("another limit: %d allowed, want 10", got)
+		}
+		// Back again: the share was for a limit that was gone.
+		e.SetPolicy(ninety(t, d, limits.Shared))
+		if got := ask(e, 200*sec, q, 100); got != 30 {
+			t.Errorf("the first limit again: %d allowed, want 30 until the centre speaks", got)
+		}
+	})
+}
+
+func TestAShareFindsEveryKindOfKey(t *testing.T) {
+	long := strings.Repeat("x", 1000)
+	for _, key := range [][2]string{{"a", "b"}, {"", ""}, {"a|b", "c"}, {"#a", "%"}, {"\xff\x00", "é"}, {long, "b"}} {
+		e, _ := build(enforcer.Config{Fleet: 3}, ninety(t, dims(limits.ByTenant, limits.ByUser), limits.Shared))
+		q := enforcer.Request{Tenant: key[0], User: key[1], Cost: 1}
+		ask(e, 0, q, 1)
+		got := collect(e, 0, false)
+		if len(got) != 1 {
+			t.Fatalf("%q: a key without a share is hot; collected %+v", key, got)
+		}
+		e.Apply(enforcer.Update{Shares: []schemas.Share{share(got[0].Key, 1, 60, 60)}})
+		if n := ask(e, sec, q, 100); n != 60 {
+			t.Errorf("%q, reported as %q: %d allowed, want its share of 60", key, got[0].Key, n)
+		}
+		if got := collect(e, sec, true); len(got) != 1 || got[0].Capacity != 60 || got[0].LimitBurst != 90 || got[0].RateNanos != 60*nano {
+			t.Errorf("%q: collected %+v, want one bucket of 60 of 90", key, got)
+		}
+	}
+}
+
+func TestHotIsWhatIsRefusedNearlyEmptyOrWantsAShare(t *testing.T) {
+	signalled := func(e *enforcer.Enforcer) bool {
+		select {
+		case <-e.Hot():
+			return true
+		default:
+			return false
+		}
+	}
+	e, _ := build(enforcer.Config{}, ninety(t, dims(limits.ByTenant), limits.Shared))
+	q := enforcer.Request{Tenant: "a", Cost: 1}
+	ask(e, 0, q, 60)
+	if got := collect(e, 0, false); len(got) != 0 || signalled(e) {
+		t.Errorf("two thirds spent, alone: hot %+v", got)
+	}
+	ask(e, 0, q, 10)
+	if got := collect(e, sec/4, false); len(got) != 1 || got[0].Taken != 70 || got[0].TokensMin != 20 || got[0].TokensLast != 42 || got[0].Window != 250*time.Millisecond || signalled(e) {
+		t.Errorf("nearly empty: hot %+v", got)
+	}
+	if got := collect(e, sec/4, true); len(got) != 0 {
+		t.Errorf("reported twice: %+v", got)
+	}
+	ask(e, sec/4, q, 50)
+	if !signalled(e) {
+		t.Error("no signal at the first refusal")
+	}
+	ask(e, sec/4, q, 5)
+	if signalled(e) {
+		t.Error("a signal at the second refusal")
+	}
+	if got := collect(e, sec/2, false); len(got) != 1 || got[0].Refused != 13 || got[0].Cum != 112 {
+		t.Errorf("refused: hot %+v", got)
+	}
+
+	e, _ = build(enforcer.Config{Fleet: 3}, ninety(t, dims(limits.ByTenant), limits.Shared))
+	ask(e, 0, q, 1)
+	if got := collect(e, 0, false); len(got) != 1 || signalled(e) {
+		t.Errorf("first seen in a fleet: hot %+v", got)
+	}
+	ask(e, 0, q, 20)
+	if !signalled(e) {
+		t.Error("no signal from a key without a share that has spent half")
+	}
+}
