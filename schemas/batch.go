@@ -5,7 +5,7 @@ import "time"
 // Batch is a run of a stream: every message from First to Last, the ones that could not be read left out (they are in
 // the dead-letter stream). First and Last name the same messages for ever.
 type Batch[T any] struct {
-	Stream      string
+	Stream      string // one life of a stream: another one that is made under the same name is called differently here
 	First, Last uint64 // stream sequence numbers, both included
 	Items       []Delivered[T]
 }

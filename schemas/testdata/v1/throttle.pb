@@ -1,0 +1,2 @@
+N"$
+contractacme	 (08BdemandH
