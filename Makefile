@@ -56,9 +56,15 @@ bench-smoke: servers ## run every benchmark once, and fail when a decision costs
 	go test -run '^$$' -bench . -benchtime 1x -timeout 10m ./...
 	$(if $(BENCH),cd $(BENCH) && go test -bench . -benchtime 1x -timeout 10m ./...)
 
+.PHONY: chaos
+chaos: servers build ## break real processes at random and count: SEEDS runs (3), from SEED (1) on; nothing may be lost or doubled
+	@go build -o bin/chaos ./cmd/chaos
+	@bin/chaos -weir bin/weir -seeds $(or $(SEEDS),3) -seed $(or $(SEED),1) $(CHAOS)
+
 .PHONY: servers
 servers: libchdb
 	@deploy/install-apt.sh redis-server redis-server
+	@PATH="$$PATH:/usr/sbin" deploy/install-apt.sh nginx nginx-light
 
 .PHONY: libchdb
 libchdb: ## put the ClickHouse engine into the cache (178 MB from npm, once)

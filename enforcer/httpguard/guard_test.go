@@ -42,10 +42,7 @@ var noon = time.Date(2026, 11, 29, 12, 0, 0, 0, time.UTC)
 
 func newRig(t testing.TB, policy string) *rig {
 	t.Helper()
-	p, err := limits.Parse("policy.yaml", []byte(policy))
-	if err != nil {
-		t.Fatal(err)
-	}
+	p := parse(t, policy)
 	r := &rig{registry: prometheus.NewRegistry()}
 	clock := func() int64 { r.mu.Lock(); defer r.mu.Unlock(); return int64(time.Hour + r.now) }
 	r.enforcer = enforcer.New(enforcer.Config{Clock: clock, Stripes: 1})
@@ -701,11 +698,7 @@ func TestAReloadedPolicyIsFollowedAtOnce(t *testing.T) {
 	r := newRig(t, policy("", "", ""))
 	h := r.Wrap(&upstream{})
 	do(h, "GET", "/", header("X-User", "ann"))
-	p, err := limits.Parse("policy.yaml", []byte(policy("tenant: {header: X-Key}", "", "  - {name: per-user, layer: contract, key: [user], rate: 1/h, burst: 1}")))
-	if err != nil {
-		t.Fatal(err)
-	}
-	r.enforcer.SetPolicy(p)
+	r.enforcer.SetPolicy(parse(t, policy("tenant: {header: X-Key}", "", "  - {name: per-user, layer: contract, key: [user], rate: 1/h, burst: 1}")))
 	for _, c := range []struct {
 		user string
 		want int
@@ -752,4 +745,13 @@ func TestWords(t *testing.T) {
 			t.Errorf("waitWords(%d) = %q, want %q", s, got, want)
 		}
 	}
+}
+
+func parse(t testing.TB, text string) *limits.Policy {
+	t.Helper()
+	p, err := limits.Parse("policy.yaml", []byte(text))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return p
 }
