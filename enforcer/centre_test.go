@@ -110,7 +110,7 @@ func TestAPolicyThatChangesALimitDropsItsShares(t *testing.T) {
 	keyed(t, func(t *testing.T, d []limits.Dimension, key string) {
 		e, _ := build(enforcer.Config{Fleet: 3}, ninety(t, d, limits.Shared))
 		q := enforcer.Request{Tenant: "a", Cost: 1}
-		e.Apply(enforcer.Update{Shares: []schemas.Share{share(key, 1, 60, 60)}})
+		e.Apply(enforcer.Update{TTL: time.Hour, Shares: []schemas.Share{share(key, 1, 60, 60)}})
 		e.SetPolicy(ninety(t, d, limits.Shared))
 		if got := ask(e, sec, q, 100); got != 60 {
 			t.Errorf("the same limit: %d allowed, want 60", got)
