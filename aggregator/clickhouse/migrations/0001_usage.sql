@@ -42,4 +42,4 @@ CREATE TABLE IF NOT EXISTS reports
 ENGINE = ReplacingMergeTree
 PARTITION BY toYYYYMM(received)
 ORDER BY (gateway, boot, seq)
-SETTINGS non_replicated_deduplication_window = 10000, fsync_after_insert = 1, fsync_part_directory = 1;
+SETTINGS index_granularity = 1024, non_replicated_deduplication_window = 10000, fsync_after_insert = 1, fsync_part_directory = 1;
