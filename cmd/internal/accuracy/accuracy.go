@@ -1,0 +1,270 @@
+// Package accuracy measures how near a fleet of gateways comes to one limit, beside what a perfect shared bucket would have admitted
+// of the same requests: weir's modes and what others do instead, in traffic that shifts and with parts that fail. The simulator runs
+// the real limiter and the real aggregator in virtual time; the same seed gives the same result.
+package accuracy
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"math"
+	"runtime"
+	"slices"
+	"sync"
+	"text/tabwriter"
+
+	"github.com/weirhq/weir/limits"
+)
+
+// fleet is all gateways of one mode, and what stands behind them.
+type fleet interface {
+	// ask is called when arrival i comes to its gateway. The fleet calls world.answer once, then or later.
+	ask(i int)
+	// happen is called when something happens, also if it is nothing to this fleet.
+	happen(h happening)
+}
+
+// mode is one way to keep a limit. Of several forms the one counts that does best in a scenario.
+type mode struct {
+	name  string
+	forms []func(*world) fleet
+}
+
+// modes are all of them, in the order in which they are shown.
+var modes = []mode{
+	{"shared", []func(*world) fleet{newWeir(limits.Shared)}},
+	{"divide-by-n", []func(*world) fleet{newDivided}},
+	{"redis-per-request", []func(*world) fleet{newCentral}},
+	{"gubernator-global", []func(*world) fleet{newGubernator(false), newGubernator(true)}},
+}
+
+// Config says what to simulate. A zero field means its default.
+type Config struct {
+	Seed      uint64   // of all random choices (1)
+	Scenarios []string // by name (all)
+	Modes     []string // by name (all)
+}
+
+// Row is how one mode did in one scenario. Numbers of requests are over the whole run, of all gateways and keys.
+type Row struct {
+	Scenario string   `json:"scenario"`
+	Mode     string   `json:"mode"`
+	Limit    int      `json:"limit"`         // what the limit allows in all that time: rate·t + burst, for each key
+	Demand   int      `json:"demand"`        // requests that came
+	Admitted int      `json:"admitted"`      // of them
+	Over     float64  `json:"over"`          // admitted above a perfect bucket, second by second and key by key, as a part of what that bucket admitted
+	Under    float64  `json:"under"`         // and below it
+	Usable   *float64 `json:"usable_p99_ms"` // from a step until 95 % of the available limit is usable there; null where nothing steps
+
+	Perfect  int     `json:"perfect"` // requests that the perfect bucket admitted
+	Rate     float64 `json:"rate"`    // of the limit of each key, per second
+	Burst    int64   `json:"burst"`
+	Keys     int     `json:"keys"`
+	Gateways int     `json:"gateways"` // at the start
+	Seconds  int     `json:"seconds"`
+	Messages float64 `json:"messages_per_gateway_s"` // that gateways sent or were sent, to keep the limit
+	Bytes    float64 `json:"bytes_per_gateway_s"`    // in them; 0 where it is not known
+	Redis    float64 `json:"redis_calls_per_s"`      // of all
+
+	series []float64 // admitted per second, by bin of the scenario's chart
+}
+
+// Result is all rows, by scenario and in each by mode.
+type Result struct {
+	Rows   []Row
+	charts []chart
+}
+
+// job is one form of one mode in one scenario.
+type job struct {
+	sc   *prepared
+	mode string
+	form func(*world) fleet
+	row  Row
+}
+
+// prepared is a scenario with its arrivals, for as long as some job needs them.
+type prepared struct {
+	scenario
+	once     sync.Once
+	arrivals []arrival
+	perfect  []bool
+	series   []float64 // of the perfect bucket
+	mu       sync.Mutex
+	left     int // jobs
+}
+
+// Simulate runs all scenarios in all modes. It uses as many cores as there are, and the result does not depend on that.
+func Simulate(ctx context.Context, cfg Config, progress func(done, total int)) (*Result, error) {
+	if cfg.Seed == 0 {
+		cfg.Seed = 1
+	}
+	all, chosen, err := choose(cfg)
+	if err != nil {
+		return nil, err
+	}
+	var jobs []*job
+	ready := make([]*prepared, len(all))
+	for i := range all {
+		ready[i] = &prepared{scenario: all[i]}
+		for _, m := range chosen {
+			for _, form := range m.forms {
+				jobs = append(jobs, &job{sc: ready[i], mode: m.name, form: form})
+				ready[i].left++
+			}
+		}
+	}
+
+	next := make(chan *job)
+	var wg sync.WaitGroup
+	var mu sync.Mutex
+	done := 0
+	for range min(runtime.GOMAXPROCS(0), len(jobs)) {
+		wg.Go(func() {
+			for j := range next {
+				j.run(cfg.Seed)
+				mu.Lock()
+				done++
+				if progress != nil {
+					progress(done, len(jobs))
+				}
+				mu.Unlock()
+			}
+		})
+	}
+	for _, j := range slices.Backward(jobs) { // the largest scenario is the last
+		if ctx.Err() != nil {
+			break
+		}
+		next <- j
+	}
+	close(next)
+	wg.Wait()
+	if err := ctx.Err(); err != nil {
+		return nil, err
+	}
+	return gather(ready, jobs), nil
+}
+
+// choose picks scenarios and modes by name.
+func choose(cfg Config) ([]scenario, []mode, error) {
+	all, chosen := scenarios(), modes
+	if len(cfg.Scenarios) > 0 {
+		var names []string
+		for i := range all {
+			names = append(names, all[i].name)
+		}
+		if err := known("scenario", cfg.Scenarios, names); err != nil {
+			return nil, nil, err
+		}
+		all = slices.DeleteFunc(all, func(sc scenario) bool { return !slices.Contains(cfg.Scenarios, sc.name) })
+	}
+	if len(cfg.Modes) > 0 {
+		var names []string
+		for _, m := range modes {
+			names = append(names, m.name)
+		}
+		if err := known("mode", cfg.Modes, names); err != nil {
+			return nil, nil, err
+		}
+		chosen = slices.DeleteFunc(slices.Clone(modes), func(m mode) bool { return !slices.Contains(cfg.Modes, m.name) })
+	}
+	return all, chosen, nil
+}
+
+func known(kind string, asked, names []string) error {
+	for _, name := range asked {
+		if !slices.Contains(names, name) {
+			return fmt.Errorf("no %s %q: there are %q", kind, name, names)
+		}
+	}
+	return nil
+}
+
+// prepare makes the arrivals, once.
+func (p *prepared) prepare(seed uint64) {
+	p.once.Do(func() {
+		p.arrivals = p.generate(seed)
+		p.perfect = ideal(&p.scenario, p.arrivals)
+		p.series = series(p.arrivals, p.perfect, p.seconds, p.bin)
+	})
+}
+
+// release forgets the arrivals after the last job.
+func (p *prepared) release() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.left--; p.left == 0 {
+		p.arrivals, p.perfect = nil, nil
+	}
+}
+
+func (j *job) run(seed uint64) {
+	p := j.sc
+	p.prepare(seed)
+	defer p.release()
+	w := &world{sc: &p.scenario, arrivals: p.arrivals, seed: seed}
+	w.run(j.form)
+
+	r := compare(p.arrivals, p.keys, w.admitted, p.perfect)
+	seconds := float64(p.seconds)
+	perGateway := seconds * float64(p.gateways)
+	j.row = Row{Scenario: p.name, Mode: j.mode, Limit: p.keys * int(float64(p.burst)+math.Floor(p.perSecond()*seconds+1e-9)),
+		Demand: len(p.arrivals), Admitted: r.admitted, Perfect: r.perfect,
+		Over: part(r.over, r.perfect), Under: part(r.under, r.perfect),
+		Rate: p.perSecond(), Burst: p.burst, Keys: p.keys, Gateways: p.gateways, Seconds: p.seconds,
+		Messages: round(float64(w.traffic.messages)/perGateway, 2), Bytes: math.Round(float64(w.traffic.bytes) / perGateway),
+		Redis: round(float64(w.traffic.redis)/seconds, 2), series: series(p.arrivals, w.admitted, p.seconds, p.bin)}
+	if lag, ok := p99(usable(p.arrivals, p.steps, w.admitted, p.perfect)); ok {
+		v := round(float64(lag)/float64(ms), 1)
+		j.row.Usable = &v
+	}
+}
+
+func part(n, of int) float64 { return round(float64(n)/float64(max(of, 1)), 6) }
+
+func round(v float64, digits int) float64 {
+	scale := math.Pow10(digits)
+	return math.Round(v*scale) / scale
+}
+
+// gather takes the best form of each mode.
+func gather(ready []*prepared, jobs []*job) *Result {
+	res := &Result{}
+	for _, j := range jobs {
+		n := len(res.Rows)
+		if n > 0 && res.Rows[n-1].Scenario == j.row.Scenario && res.Rows[n-1].Mode == j.row.Mode {
+			if last := &res.Rows[n-1]; j.row.Over+j.row.Under < last.Over+last.Under {
+				*last = j.row
+			}
+			continue
+		}
+		res.Rows = append(res.Rows, j.row)
+	}
+	for _, p := range ready {
+		c := chart{name: p.name, title: p.title, bin: p.bin, perfect: p.series}
+		for i := range res.Rows {
+			if r := &res.Rows[i]; r.Scenario == p.name {
+				c.lines = append(c.lines, line{r.Mode, r.series})
+			}
+		}
+		res.charts = append(res.charts, c)
+	}
+	return res
+}
+
+// WriteTable writes the rows for people.
+func (r *Result) WriteTable(w io.Writer) error {
+	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', tabwriter.AlignRight)
+	_, _ = fmt.Fprint(t, "SCENARIO\tMODE\tDEMAND\tLIMIT\tPERFECT\tADMITTED\tOVER\tUNDER\tUSABLE MS\tMSG/GW/S\tKB/GW/S\tREDIS/S\t\n") // Flush has the error
+	for i := range r.Rows {
+		x := &r.Rows[i]
+		usable := "-"
+		if x.Usable != nil {
+			usable = fmt.Sprintf("%.0f", *x.Usable)
+		}
+		_, _ = fmt.Fprintf(t, "%s\t%s\t%d\t%d\t%d\t%d\t%.2f %%\t%.2f %%\t%s\t%.1f\t%.1f\t%.0f\t\n", x.Scenario, x.Mode, x.Demand, x.Limit, x.Perfect, x.Admitted,
+			100*x.Over, 100*x.Under, usable, x.Messages, x.Bytes/1000, x.Redis)
+	}
+	return t.Flush()
+}

@@ -1,0 +1,512 @@
+package accuracy
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"math/rand/v2"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/weirhq/weir/aggregator"
+	"github.com/weirhq/weir/aggregator/aggregatortest"
+	"github.com/weirhq/weir/enforcer"
+	"github.com/weirhq/weir/limits"
+	"github.com/weirhq/weir/schemas"
+)
+
+// Timing of what stands between the limiter and the centre, which is modelled here: package ingest's reporter, the stream and its
+// throttle consumer, and package natsfeed. These are their defaults.
+const (
+	hotEvery       = 100 * ms
+	hotMin         = 10 * ms
+	allEvery       = 2 * s
+	maxEntries     = 500
+	maxReports     = 64
+	publishTimeout = 2 * s
+	publishRetry   = 50 * ms // doubling up to the timeout
+
+	batchDelay = 20 * ms
+	batchMax   = 500
+	handleWait = 100 * ms // after a failed fold …
+	handleMin  = 50 * ms  // … and this, doubling …
+	handleMax  = 5 * s    // … up to this
+
+	heartbeat   = s
+	snapshotMin = 100 * ms
+	snapshotMax = 5 * s
+	resync      = 60 * s
+	learn       = 2 * s
+)
+
+// weir is the product: real enforcers, a real aggregator and its counter's twin in memory, in virtual time.
+type weir struct {
+	w        *world
+	policy   *limits.Policy
+	requests []enforcer.Request // by key
+	gateways []*gateway
+	stream   stream
+	counter  *counter
+	centre   *centre // nil while it is down
+	skew     int64   // of the centre's clock
+}
+
+// newWeir starts a fleet whose rule is kept with this consistency.
+func newWeir(c limits.Consistency) func(*world) fleet {
+	return func(w *world) fleet {
+		f := &weir{w: w}
+		f.policy = &limits.Policy{Version: 1, Rules: []limits.Rule{{Name: "contract", Layer: limits.LayerContract,
+			Key: []limits.Dimension{{Kind: limits.ByTenant}}, Consistency: c, Fixed: w.sc.limit()}}}
+		for k := range w.sc.keys {
+			f.requests = append(f.requests, enforcer.Request{Tenant: fmt.Sprintf("tenant-%07d", k), Cost: 1})
+		}
+		redisSkew := int64(0)
+		if w.sc.clocks {
+			f.skew, redisSkew = 5*s, -5*s
+		}
+		f.counter = newCounter(w, redisSkew)
+		f.stream.bodies = make(map[reportID]bool)
+		f.startCentre()
+		f.gateways = make([]*gateway, w.sc.most)
+		for i := range w.sc.gateways {
+			f.startGateway(i)
+		}
+		return f
+	}
+}
+
+func (f *weir) happen(h happening) {
+	switch h.what {
+	case centreDown:
+		f.centre.stop()
+		f.centre = nil
+	case centreUp:
+		f.startCentre()
+	case redisDown:
+		f.counter.memory.Fail(errors.New("connection refused"))
+	case redisUp:
+		f.counter.memory.Flush()
+		f.counter.memory.Fail(nil)
+	case joins:
+		f.startGateway(h.gateway)
+	case leaves:
+		f.gateways[h.gateway].leave()
+	case vanishes:
+		f.gateways[h.gateway].gone = true
+	}
+}
+
+func (f *weir) ask(i int) {
+	a := &f.w.arrivals[i]
+	g := f.gateways[a.gateway]
+	d := g.enforcer.Check(g.clock(), &f.requests[a.key])
+	f.w.answer(i, d.Allowed)
+	select {
+	case <-g.enforcer.Hot():
+		g.hot()
+	default:
+	}
+}
+
+// gateway is one real enforcer, and a model of the loops around it.
+type gateway struct {
+	f          *weir
+	name, boot string
+	enforcer   *enforcer.Enforcer
+	origin     int64 // of its monotonic clock
+	skew       int64 // of its wall clock
+	gone       bool
+	rng        *rand.Rand
+	up, down   *link // to and from the stream's server
+	toCentre   *link
+
+	pending            []schemas.Tokens
+	spool              []*schemas.Report
+	seq                uint64
+	flushedAt, allAt   int64
+	early              bool // a hot bucket waits for hotMin to pass
+	attempt            int  // at the first report of the spool
+	sending            bool
+	asked              int   // for a snapshot, by number of the asking that counts
+	askWait            int64 // before the next one
+	heartbeats, clocks int
+}
+
+func (f *weir) startGateway(i int) {
+	name := fmt.Sprintf("gw-%02d", i)
+	g := &gateway{f: f, name: name, boot: name + "-boot", rng: f.w.random("gateway " + name),
+		up: f.w.link(1, name+" up"), down: f.w.link(2, name+" down"), toCentre: f.w.link(2, name+" to centre")}
+	g.origin = 1000*s + g.rng.Int64N(1000*s)
+	if f.w.sc.clocks {
+		g.skew = []int64{5 * s, -5 * s}[i%2]
+	}
+	g.enforcer = enforcer.New(enforcer.Config{Stripes: 1, Fleet: f.w.sc.gateways, Clock: g.clock})
+	g.enforcer.SetPolicy(f.policy)
+	f.gateways[i] = g
+	g.flushedAt, g.allAt = f.w.now, f.w.now
+	f.w.after(g.rng.Int64N(hotEvery), g.tick)
+	f.w.after(g.rng.Int64N(heartbeat), g.beat)
+	g.askWait = snapshotMin
+	g.askSnapshot()
+}
+
+// clock is the gateway's monotonic clock.
+func (g *gateway) clock() int64 { return g.f.w.now + g.origin }
+
+// leave is an orderly end: what was decided last is reported.
+func (g *gateway) leave() {
+	g.flush(true)
+	g.gone = true
+}
+
+func (g *gateway) tick() {
+	if g.gone {
+		return
+	}
+	g.flush(false)
+	g.f.w.after(hotEvery, g.tick)
+}
+
+func (g *gateway) hot() {
+	if g.early {
+		return
+	}
+	if wait := hotMin - (g.f.w.now - g.flushedAt); wait > 0 {
+		g.early = true
+		g.f.w.after(wait, func() {
+			g.early = false
+			if !g.gone {
+				g.flush(false)
+			}
+		})
+		return
+	}
+	g.flush(false)
+}
+
+// flush gathers what is due and seals it.
+func (g *gateway) flush(all bool) {
+	now := g.f.w.now
+	all = all || now-g.allAt >= allEvery
+	if all {
+		g.allAt = now
+	}
+	g.flushedAt = now
+	first := len(g.pending)
+	g.enforcer.Collect(g.clock(), all, func(t schemas.Tokens) {
+		for i := range g.pending[:first] {
+			if p := &g.pending[i]; p.Rule == t.Rule && p.Key == t.Key && p.Incarnation == t.Incarnation {
+				t.Taken, t.Refused, t.Window = t.Taken+p.Taken, t.Refused+p.Refused, t.Window+p.Window
+				t.TokensMin = min(t.TokensMin, p.TokensMin)
+				*p = t
+				return
+			}
+		}
+		g.pending = append(g.pending, t)
+	})
+	// The order of collection is that of a hash that differs in each process.
+	slices.SortFunc(g.pending[first:], func(a, b schemas.Tokens) int {
+		return cmp.Or(strings.Compare(a.Rule, b.Rule), strings.Compare(a.Key, b.Key), cmp.Compare(a.Incarnation, b.Incarnation))
+	})
+	g.seal()
+}
+
+// seal makes reports of what is pending while the spool takes them.
+func (g *gateway) seal() {
+	for len(g.pending) > 0 && len(g.spool) < maxReports {
+		n := min(len(g.pending), maxEntries)
+		g.seq++
+		g.spool = append(g.spool, &schemas.Report{Gateway: g.name, Boot: g.boot, Seq: g.seq, PolicyVersion: 1,
+			SealedAt: g.f.w.wall(g.skew), Tokens: slices.Clone(g.pending[:n])})
+		g.pending = slices.Delete(g.pending, 0, n)
+	}
+	if !g.sending {
+		g.publish()
+	}
+}
+
+// publish stores the spool's first report. One that is not acknowledged in time is sent again, and stored once.
+func (g *gateway) publish() {
+	g.sending = len(g.spool) > 0
+	if !g.sending {
+		return
+	}
+	r, w := g.spool[0], g.f.w
+	w.traffic.bytes += int64(size(schemas.EncodeReport(r)))
+	acked := false
+	g.up.send(0, func() {
+		g.f.stream.store(g.f, r)
+		if g.up.lost() {
+			return
+		}
+		w.after(g.up.delay(), func() {
+			if acked || len(g.spool) == 0 || g.spool[0] != r {
+				return // it was acknowledged before
+			}
+			acked = true
+			g.spool, g.attempt = g.spool[1:], 0
+			if len(g.pending) > 0 {
+				g.sending = false
+				g.seal()
+				return
+			}
+			g.publish()
+		})
+	})
+	wait := min(publishRetry<<min(g.attempt, 10), publishTimeout)
+	g.attempt++
+	w.after(publishTimeout+wait/2+g.rng.Int64N(wait/2+1), func() {
+		if !acked && len(g.spool) > 0 && g.spool[0] == r && !g.gone {
+			g.publish()
+		}
+	})
+}
+
+func (g *gateway) beat() {
+	if g.gone {
+		return
+	}
+	h := &schemas.Heartbeat{Gateway: g.name, Boot: g.boot, SentAt: g.f.w.wall(g.skew), PolicyVersion: 1, Mode: g.enforcer.Mode(),
+		PendingReports: uint64(len(g.spool)), Version: "sim"}
+	g.toCentre.send(0, func() {
+		if c := g.f.centre; c != nil {
+			c.call(0, func() { c.agg.Heartbeat(h, c.now()) })
+		}
+	})
+	g.f.w.after(heartbeat, g.beat)
+}
+
+// askSnapshot asks for all shares, and again until an answer comes.
+func (g *gateway) askSnapshot() {
+	if g.gone {
+		return
+	}
+	g.asked++
+	asked := g.asked
+	g.toCentre.send(0, func() {
+		if c := g.f.centre; c != nil {
+			c.snapshot(g)
+		}
+	})
+	wait := g.askWait + g.rng.Int64N(g.askWait/4+1)
+	g.askWait = min(2*g.askWait, snapshotMax)
+	g.f.w.after(wait, func() {
+		if g.asked == asked {
+			g.askSnapshot()
+		}
+	})
+}
+
+// hear takes an update from the centre.
+func (g *gateway) hear(u *schemas.ThrottleUpdate) {
+	if g.gone {
+		return
+	}
+	g.enforcer.Apply(*u)
+	if !u.Snapshot {
+		return
+	}
+	g.askWait = snapshotMin
+	g.asked++
+	asked := g.asked
+	g.f.w.after(resync+g.rng.Int64N(resync/4), func() {
+		if g.asked == asked {
+			g.askSnapshot()
+		}
+	})
+}
+
+// stream is the durable log of reports. It outlives the centre, and remembers how far the centre has read.
+type stream struct {
+	log    []schemas.Delivered[*schemas.Report]
+	seq    uint64
+	bodies map[reportID]bool
+}
+
+type reportID struct {
+	boot string
+	seq  uint64
+}
+
+func (st *stream) store(f *weir, r *schemas.Report) {
+	id := reportID{r.Boot, r.Seq}
+	if st.bodies[id] {
+		return
+	}
+	st.bodies[id] = true
+	st.seq++
+	st.log = append(st.log, schemas.Delivered[*schemas.Report]{Seq: st.seq, Arrived: f.w.wall(0), Value: r})
+	if f.centre != nil {
+		f.centre.wake()
+	}
+}
+
+// centre is one life of the aggregator, and a model of its consumer and its line to the gateways.
+type centre struct {
+	f       *weir
+	agg     *aggregator.Aggregator
+	rng     *rand.Rand
+	learned int64
+	stopped bool
+	busy    bool // the consumer is gathering or handling a batch
+	casts   []cast
+}
+
+type cast struct {
+	gateway string
+	update  *schemas.ThrottleUpdate
+}
+
+func (f *weir) startCentre() {
+	c := &centre{f: f, rng: f.w.random("centre"), learned: f.w.now + learn}
+	ready := make(chan time.Time)
+	close(ready)
+	c.agg = aggregator.New(aggregator.Config{Learn: time.Duration(learn), Now: c.now,
+		After: func(time.Duration) <-chan time.Time { return ready }, // who waits is modelled here
+	}, f.counter, c, slog.New(slog.DiscardHandler), nil)
+	f.centre = c
+	c.step()
+	c.wake()
+}
+
+func (c *centre) stop() { c.stopped = true }
+
+// now is the centre's wall clock.
+func (c *centre) now() time.Time { return c.f.w.wall(c.f.skew) }
+
+// Cast is aggregator.Caster.
+func (c *centre) Cast(_ context.Context, gateway string, u *schemas.ThrottleUpdate) error {
+	c.casts = append(c.casts, cast{gateway, u})
+	return nil
+}
+
+// call calls the aggregator and sends what it casts, after a while that it waited for Redis.
+func (c *centre) call(wait int64, f func()) {
+	c.casts = c.casts[:0]
+	f()
+	slices.SortStableFunc(c.casts, func(a, b cast) int { return strings.Compare(a.gateway, b.gateway) })
+	for _, cast := range c.casts {
+		c.tell(wait, cast.gateway, cast.update)
+	}
+}
+
+func (c *centre) tell(wait int64, gateway string, u *schemas.ThrottleUpdate) {
+	slices.SortFunc(u.Shares, func(a, b schemas.Share) int {
+		return cmp.Or(strings.Compare(a.Rule, b.Rule), strings.Compare(a.Key, b.Key), cmp.Compare(a.Version, b.Version))
+	})
+	for _, g := range c.f.gateways {
+		if g != nil && g.name == gateway {
+			c.f.w.traffic.bytes += int64(size(schemas.EncodeThrottleUpdate(u)))
+			g.down.send(wait, func() { g.hear(u) })
+		}
+	}
+}
+
+// step lets the aggregator do what is due.
+func (c *centre) step() {
+	if c.stopped {
+		return
+	}
+	var next time.Time
+	c.call(c.redis(), func() { next = c.agg.Step(context.Background()) })
+	c.f.w.after(int64(next.Sub(c.now())), c.step)
+}
+
+// redis is the time that Redis takes to answer.
+func (c *centre) redis() int64 { return 2*hopMin + c.rng.Int64N(2*(hopMax-hopMin)) }
+
+// snapshot answers one gateway.
+func (c *centre) snapshot(g *gateway) {
+	if c.f.w.now < c.learned {
+		c.f.w.at(c.learned, func() {
+			if !c.stopped {
+				c.snapshot(g)
+			}
+		})
+		return
+	}
+	var u *schemas.ThrottleUpdate
+	wait := c.redis()
+	c.call(wait, func() { u, _ = c.agg.Snapshot(context.Background(), g.name) }) // without an answer the gateway asks again
+	if u != nil {
+		c.tell(wait, g.name, u)
+	}
+}
+
+// wake lets the consumer gather a batch, if it waits for one.
+func (c *centre) wake() {
+	if !c.busy && len(c.f.stream.log) > 0 {
+		c.busy = true
+		c.f.w.after(hopMin+c.rng.Int64N(hopMax-hopMin)+batchDelay, c.gather)
+	}
+}
+
+// gather hands over what has come.
+func (c *centre) gather() {
+	if c.stopped {
+		return
+	}
+	n := min(len(c.f.stream.log), batchMax)
+	if n == 0 {
+		c.busy = false
+		return
+	}
+	items := slices.Clone(c.f.stream.log[:n])
+	c.handle(schemas.Batch[*schemas.Report]{Stream: schemas.UsageStream, First: items[0].Seq, Last: items[n-1].Seq, Items: items}, 0)
+}
+
+func (c *centre) handle(b schemas.Batch[*schemas.Report], failed int) {
+	if c.stopped {
+		return
+	}
+	var err error
+	wait := c.redis()
+	c.call(wait, func() { err = c.agg.Reports(context.Background(), b) })
+	if err != nil {
+		pause := min(handleMin<<min(failed, 20), handleMax)
+		c.f.w.after(handleWait+pause/2+c.rng.Int64N(pause/2+1), func() { c.handle(b, failed+1) })
+		return
+	}
+	c.f.stream.log = slices.Delete(c.f.stream.log, 0, len(b.Items))
+	c.f.w.after(wait+batchDelay, c.gather)
+}
+
+// counter counts the calls of the counter in memory.
+type counter struct {
+	memory *aggregatortest.Memory
+	w      *world
+}
+
+const keysPerCall = 50 // of one call of the Redis script
+
+func newCounter(w *world, skew int64) *counter {
+	m := aggregatortest.NewMemory()
+	m.Now = func() time.Time { return w.wall(skew) }
+	return &counter{m, w}
+}
+
+var _ aggregator.Counter = (*counter)(nil)
+
+// Fold is aggregator.Counter.
+func (c *counter) Fold(ctx context.Context, folds []aggregator.Fold) ([]aggregator.KeyState, error) {
+	c.w.traffic.redis += int64(len(folds)+keysPerCall-1) / keysPerCall
+	return c.memory.Fold(ctx, folds)
+}
+
+// Mark is aggregator.Counter.
+func (c *counter) Mark(ctx context.Context, keys []aggregator.Key) error {
+	c.w.traffic.redis++
+	return c.memory.Mark(ctx, keys)
+}
+
+// Live is aggregator.Counter.
+func (c *counter) Live(ctx context.Context) ([]aggregator.KeyState, error) {
+	states, err := c.memory.Live(ctx)
+	c.w.traffic.redis += 1 + int64(len(states)+keysPerCall-1)/keysPerCall
+	return states, err
+}
+
+func size(b []byte, _ error) int { return len(b) }
