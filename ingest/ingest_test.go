@@ -367,6 +367,20 @@ func TestShutdownIsBoundedAndSaysWhatIsLeft(t *testing.T) {
 	})
 }
 
+// Nor does a server that hangs. What our own end cancelled must not look like a clean end.
+func TestShutdownBeforeAHangingServerIsAnError(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		hang := publisherFunc(func(ctx context.Context, _ *schemas.Report) error { <-ctx.Done(); return ctx.Err() })
+		r := New(Config{DrainTimeout: 3 * time.Second, PublishTimeout: time.Hour}, "gw", "boot", newTable(), hang, quiet, nil)
+		stop := begin(r)
+		r.Count(time.Now(), "t", "r", "", "", 1)
+		time.Sleep(5 * time.Second)
+		if err := stop(); err == nil || errors.Is(err, context.Canceled) {
+			t.Errorf("Run = %v, want an error that says what is left", err)
+		}
+	})
+}
+
 // Requests that come in while we drain are in, too.
 func TestRequestsDuringTheDrainAreStored(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
