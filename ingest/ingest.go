@@ -247,7 +247,7 @@ func (r *Reporter) Run(ctx context.Context) error {
 	if reports, requests := r.Pending(); reports > 0 || requests > 0 {
 		err := fmt.Errorf("drain usage of gateway %s: %d reports and %d requests are not known to be stored after %s", r.gateway, reports, requests, r.cfg.DrainTimeout)
 		if last := r.lastErr.Load(); last != nil {
-			err = fmt.Errorf("%w: %v", err, *last) // not wrapped: a publish that our end cancelled is not the end we were asked for
+			err = fmt.Errorf("%w: %s", err, (*last).Error()) // not wrapped: a publish that our end cancelled is not the end we were asked for
 		}
 		return err
 	}
