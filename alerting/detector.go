@@ -114,7 +114,7 @@ func (d *Detector) Observe(r *schemas.Report, arrived time.Time) {
 	at, late := arrived.Add(d.shift), g.late(r.SealedAt, arrived)
 	for i := range r.Usage {
 		u := &r.Usage[i]
-		d.traffic.add(u, g, at, late, spanOf(r, u, arrived))
+		d.traffic.add(u, g, at, late, spanOf(r, u))
 	}
 	if g.gone { // its last words are counted, but it holds no tokens any more
 		return

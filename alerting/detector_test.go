@@ -160,6 +160,8 @@ func TestLowTokens(t *testing.T) {
 	w.want(w.run(time.Minute, w.level(10, g)), "") // neither low nor well
 	w.want(w.run(9*time.Second, w.level(16, g)), "")
 	w.want(w.run(time.Second, w.level(14, g)), "") // not well for 10 s on end
+	w.want(w.run(9*time.Second, w.level(16, g)), "")
+	w.want(w.run(step, w.level(4, g)), "")
 	w.want(w.run(9900*time.Millisecond, w.level(16, g)), "")
 	said = w.run(2*step, w.level(16, g))
 	w.want(said, "-low-tokens")
@@ -281,6 +283,15 @@ func TestB046SilenceIsNotHealth(t *testing.T) {
 		w.want(w.run(3*time.Second, nil), "")
 		w.want(w.run(10*time.Minute, w.level(2, g)), "-gateway-silent")
 	})
+	t.Run("the gateway is started anew, and the tenant is gone", func(t *testing.T) {
+		w := newWorld(t, Config{}, "g1")
+		g, b := w.gateways[0], bucketAt(0)
+		b.RateNanos = 1 // a token in 30 years
+		w.want(w.run(time.Minute, func() { w.report(g, schemas.Report{Tokens: []schemas.Tokens{b}}) }), "+low-tokens")
+		w.want(w.run(10*time.Minute, nil), "")
+		g.boot, g.seq = 2, 0 // its buckets are full
+		w.want(w.run(time.Minute, nil), "-low-tokens")
+	})
 	t.Run("its reports are stuck for 10 min", func(t *testing.T) {
 		w, g := low(t)
 		g.pending = 17
@@ -391,6 +402,12 @@ func TestClockDrift(t *testing.T) {
 	w.want(w.run(time.Minute, nil), "") // nor is a measurement that says nothing
 	off(1500*time.Millisecond, 0, true)
 	w.want(w.run(time.Minute, nil), "")
+	off(0, 0, true)
+	w.want(w.run(5*time.Second, nil), "")
+	off(0, 0, false)
+	w.want(w.run(time.Minute, nil), "")
+	off(1500*time.Millisecond, 0, true)
+	w.run(time.Second, nil)
 	off(-200*time.Millisecond, 10*time.Millisecond, true)
 	w.want(w.run(15*time.Second, nil), "-clock-drift")
 }
@@ -569,17 +586,42 @@ func TestAnomalyStaysQuiet(t *testing.T) {
 				kept = kept[:0]
 			}
 		},
-		"reports kept for 60 s come within 20 s": func(w *world, g *testGateway) func() {
+		"reports kept for 5 min come within half a minute": func(w *world, g *testGateway) func() {
 			var kept []time.Time
 			return func() {
-				if kept = append(kept, w.now); w.steps > 600 && w.steps < 1200 {
+				if kept = append(kept, w.now); w.steps > 900 && w.steps < 3900 {
 					return
 				}
-				n := min(4, len(kept))
+				n := min(10, len(kept))
 				for _, at := range kept[:n] {
 					w.report(g, schemas.Report{SealedAt: at.Add(time.Hour), Usage: []schemas.Usage{{Tenant: "acme", Route: "r", Allowed: 5}}})
 				}
 				kept = kept[n:]
+			}
+		},
+		"reports kept for a minute come six times as fast": func(w *world, g *testGateway) func() {
+			var kept []time.Time
+			return func() {
+				if kept = append(kept, w.now); w.steps > 900 && w.steps < 1490 {
+					return
+				}
+				n := min(6, len(kept))
+				for _, at := range kept[:n] {
+					w.report(g, schemas.Report{SealedAt: at, Usage: []schemas.Usage{{Tenant: "acme", Route: "r", Allowed: 5}}})
+				}
+				kept = kept[n:]
+			}
+		},
+		"five times the normal of a tenant that is all over the place": func(w *world, g *testGateway) func() {
+			r, n := rand.New(rand.NewPCG(3, 4)), 0
+			return func() {
+				if w.steps%10 == 1 {
+					n = r.IntN(20)
+				}
+				if w.steps > 3000 && w.steps <= 3020 {
+					n = 45
+				}
+				w.requests(g, "acme", n)
 			}
 		},
 		"counts merged for 30 s come at once": func(w *world, g *testGateway) func() {
@@ -613,7 +655,7 @@ func TestAnomalyStaysQuiet(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			w := newWorld(t, Config{}, "g1")
-			w.want(w.run(3*time.Minute, each(w, w.gateways[0])), "")
+			w.want(w.run(10*time.Minute, each(w, w.gateways[0])), "")
 		})
 	}
 }
@@ -695,7 +737,9 @@ func TestTenantsAreBounded(t *testing.T) {
 	if got := testutil.ToFloat64(w.m.Dropped.WithLabelValues(droppedTenant)); got != most+1 {
 		t.Errorf("dropped{tenants} = %v, want %d", got, most+1)
 	}
-	w.want(w.run(time.Minute, nil), "-anomaly") // one whose alert fires stays
+	// One whose alert fires stays.
+	w.want(w.run(30*time.Second, w.traffic(g, "loud", 500)), "")
+	w.want(w.run(time.Minute, w.traffic(g, "loud", 50)), "-anomaly")
 }
 
 func TestBucketsAndAlertsAreBounded(t *testing.T) {

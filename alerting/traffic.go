@@ -29,8 +29,6 @@ const (
 	madScale = 1.4826
 	// clearFactor times the normal is ordinary again.
 	clearFactor = 2
-	// unsealedSpan bounds the time that usage in a report without a sealing time is spread over.
-	unsealedSpan = 10 * time.Second
 )
 
 // traffic follows how many requests each tenant makes, allowed or refused, over all gateways, by the second of arrival.
@@ -75,11 +73,8 @@ type alarm struct {
 	sources map[*gateway]struct{} // that reported the tenant since: silence of one of them is not calm
 }
 
-// spanOf is the time over which the requests of u were made, up to the sealing of r.
-func spanOf(r *schemas.Report, u *schemas.Usage, arrived time.Time) time.Duration {
-	if r.SealedAt.IsZero() {
-		return max(0, min(arrived.Sub(u.Time), unsealedSpan))
-	}
+// spanOf is the time over which the requests of u were made, up to the sealing of r; 0 when that is not known.
+func spanOf(r *schemas.Report, u *schemas.Usage) time.Duration {
 	return max(0, r.SealedAt.Sub(u.Time))
 }
 
@@ -96,9 +91,6 @@ func (tr *traffic) add(u *schemas.Usage, g *gateway, at time.Time, late, span ti
 	// Whose alert fires is not new after a pause: it may have been an outage.
 	if s-t.last > idleReset && t.alarm == nil {
 		t.first, t.due, t.rounds, t.normal, t.threshold = s, 0, 0, 0, 0
-	}
-	if late >= window*time.Second {
-		t.first = s // too late to be counted: seconds without are no history
 	}
 	t.last = max(t.last, s)
 	t.add(n, end.Add(-span).UnixNano(), end.UnixNano())
