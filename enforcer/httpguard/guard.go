@@ -323,7 +323,7 @@ func (g *Guard) admit(w http.ResponseWriter, r *http.Request, method, target str
 		g.sample(cc, &d, now)
 	}
 	for _, name := range d.Shadow {
-		g.of(cc, limits.Shadow.String(), name).shadow.Inc()
+		g.of(cc, "", name).shadow.Inc()
 	}
 	if d.Allowed {
 		g.allowed.Inc()
@@ -340,9 +340,12 @@ func (g *Guard) admit(w http.ResponseWriter, r *http.Request, method, target str
 	return false
 }
 
-// of is the metrics of a rule. A policy that came into force after compile has rules that cc does not know.
+// of is the metrics of a rule. cc may not know it yet, if a new policy came into force after compile.
 func (g *Guard) of(cc *compiled, layer, rule string) *ruleMetrics {
 	if m, ok := cc.rules[rule]; ok {
+		return m
+	}
+	if m, ok := g.compile().rules[rule]; ok {
 		return m
 	}
 	return g.ruleMetrics(layer, rule)

@@ -61,15 +61,17 @@ type steady struct {
 	body   io.ReadCloser
 	conn   *http.ResponseController
 	d      time.Duration
+	over   bool        // read to its end
 	failed atomic.Bool // some read did
 }
 
 func (b *steady) Read(p []byte) (int, error) {
-	b.extend()
+	if !b.over { // or else net/http watches the connection by now, and a deadline would look like the caller's leaving
+		b.extend()
+	}
 	n, err := b.body.Read(p)
 	if errors.Is(err, io.EOF) {
-		// net/http now watches the connection for the caller's leaving; a deadline would look like it.
-		_ = b.conn.SetReadDeadline(time.Time{})
+		b.over = true
 	} else if err != nil {
 		b.failed.Store(true)
 	}
