@@ -69,8 +69,7 @@ type Decision struct {
 	Rule, Layer string        // that refused; empty when allowed
 	RetryIn     time.Duration // 0 when allowed; else the shortest wait after which that rule would admit the same; bucket.Never if none
 	Remaining   int64         // tokens left in that rule's bucket; when allowed, in the one that has fewest
-	Burst       int64         // tokens that the bucket that refused holds here when full; else 0
-	Rate        bucket.Rate   // and its rate
+	Burst       int64         // tokens that bucket holds here when full
 	Shadow      []string      // shadow rules that would have refused; shared, do not change
 
 	view      *view
@@ -105,7 +104,7 @@ type Bucket = schemas.Tokens
 // Enforcer holds the buckets. All its methods may be called by any number of goroutines.
 type Enforcer struct {
 	cfg   Config
-	seed  uint64 // of the first half of a fingerprint
+	seed  uint64 // of the rules' seeds
 	seed2 uint64
 	hot   chan struct{}
 
@@ -254,14 +253,16 @@ func (e *Enforcer) putBack(rules []*rule, v *view, q *Request, now int64, first 
 
 // note writes one rule's answer into the decision. idx is the entry that lim came from.
 func (d *Decision) note(r *rule, b *bucket.Decision, n int64, lim *bucket.Limit, idx uint32) {
-	d.stand(r, idx, b.Remaining)
+	d.stand(r, idx, b.Remaining, lim)
 	if !b.Allowed {
 		d.refuse(r, b, n, lim)
 	}
 }
 
-func (d *Decision) stand(r *rule, idx uint32, left int64) {
-	d.Remaining = min(d.Remaining, left)
+func (d *Decision) stand(r *rule, idx uint32, left int64, lim *bucket.Limit) {
+	if left < d.Remaining {
+		d.Remaining, d.Burst = left, lim.Burst
+	}
 	if i := d.N; int(i) < len(d.standings) {
 		d.standings[i] = r.standing | uint64(idx)<<standingEntry | uint64(min(left, math.MaxUint32))
 		d.N = i + 1
@@ -270,7 +271,7 @@ func (d *Decision) stand(r *rule, idx uint32, left int64) {
 
 func (d *Decision) refuse(r *rule, b *bucket.Decision, n int64, lim *bucket.Limit) {
 	d.Allowed, d.Rule, d.Layer, d.RetryIn = false, r.src.Name, r.layer, b.RetryIn
-	d.Remaining, d.Burst, d.Rate = b.Remaining, lim.Burst, lim.Rate
+	d.Remaining, d.Burst = b.Remaining, lim.Burst
 	switch {
 	case lim.Burst == 0 && !lim.Unlimited:
 		d.Reason = ReasonDenied
@@ -294,7 +295,7 @@ func (e *Enforcer) take(v *view, r *rule, q *Request, now int64, d *Decision) bo
 	var h uint64
 	var h2 uint32
 	if s := r.only(q); len(s) <= shortKey && r.plain {
-		h, h2 = e.hashOne(r, s)
+		h, h2 = hashString(r.seed, s), half(hashString(r.seed2, s))
 	} else {
 		h, h2 = e.hash(r, q)
 	}
@@ -316,7 +317,10 @@ func (e *Enforcer) take(v *view, r *rule, q *Request, now int64, d *Decision) bo
 		lim, idx = e.changed(v, sh, s, r, q.Tenant, now)
 	}
 	n := q.Cost
-	b := s.state().Level(*lim, now)
+	b := s.state()
+	if now > b.At {
+		b = b.Level(*lim, now)
+	}
 	if n <= 0 || n > b.Tokens || lim.Unlimited {
 		return e.takeOther(sh, g, s, at, w, r, now, n, lim, idx, d)
 	}
@@ -330,7 +334,7 @@ func (e *Enforcer) take(v *view, r *rule, q *Request, now int64, d *Decision) bo
 	if w&hot == 0 && (r.eager || b.Tokens*4 <= lim.Burst) || half && r.eager {
 		w = e.heat(sh, g, s, at, w, r, b.Tokens*4 <= lim.Burst, half)
 	}
-	d.stand(r, idx, b.Tokens)
+	d.stand(r, idx, b.Tokens, lim)
 	s.unlock(w)
 	return true
 }

@@ -97,7 +97,9 @@ func TestTheFunnelNamesTheFirstRefusalAndARefusalTakesNothing(t *testing.T) {
 	}
 	want("export", ask(e, 0, enforcer.Request{Tenant: "a", Route: "export", Cost: 1}, 2), 2)
 	want("left", left("a"), []int64{98, 3, 0})
-	d := e.Check(0, &enforcer.Request{Tenant: "a", Route: "export", Cost: 1})
+	d := e.Check(0, &enforcer.Request{Tenant: "b", Route: "export"})
+	want("fewest left", []any{d.Allowed, d.Rule, d.Remaining, d.Burst, d.Standing(2).Rule.Name, d.Standing(2).Limit.Burst}, []any{true, "", 0, 2, "export", 2})
+	d = e.Check(0, &enforcer.Request{Tenant: "a", Route: "export", Cost: 1})
 	want("refused by", []any{d.Allowed, d.Rule, d.Layer, d.Reason, d.RetryIn, d.Remaining, d.Burst},
 		[]any{false, "export", "route", enforcer.ReasonLimit, 2 * time.Second, 0, 2})
 	want("left after a refusal", left("a"), []int64{98, 3, 0})

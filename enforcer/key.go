@@ -3,7 +3,6 @@ package enforcer
 import (
 	"crypto/sha256"
 	"encoding/hex"
-	"math/bits"
 	"strings"
 	"unicode/utf8"
 	"unsafe"
@@ -42,15 +41,14 @@ func (q *Request) value(d limits.Dimension) string {
 // shortKey is a number of bytes that stays within MaxKeyBytes however it is escaped.
 const shortKey = MaxKeyBytes/3 - 8
 
-// hash returns the two halves of the fingerprint of q's key under r. Each value is hashed on its own, so that the place where
-// one ends and the next begins counts.
+// hash returns the two halves of the fingerprint of q's key under r. Each value is hashed on its own, with the hash of what went
+// before as its seed, so that the place where one ends and the next begins counts. The first seeds are the rule's.
 func (e *Enforcer) hash(r *rule, q *Request) (h uint64, h2 uint32) {
-	a, b, size := r.salt, r.salt2, 0
+	a, b, size := r.seed, r.seed2, 0
 	for i := range r.dims {
 		s := q.value(r.dims[i])
 		size += len(s)
-		a = mix(a, hashString(e.seed, s))
-		b = mix(b, hashString(e.seed2, s))
+		a, b = hashString(a, s), hashString(b, s)
 	}
 	if size > shortKey {
 		return e.hashLong(r, q, a, b)
@@ -72,15 +70,8 @@ func (r *rule) only(q *Request) string {
 	return *(*string)(unsafe.Add(unsafe.Pointer(q), r.field))
 }
 
-// hashOne is hash for a short key of one part.
-func (e *Enforcer) hashOne(r *rule, s string) (uint64, uint32) {
-	return mix(r.salt, hashString(e.seed, s)), half(mix(r.salt2, hashString(e.seed2, s)))
-}
-
 // half is the second half of a fingerprint, as slot.word has it.
 func half(b uint64) uint32 { return uint32(b>>32) &^ flags }
-
-func mix(h, x uint64) uint64 { return (bits.RotateLeft64(h, 5) ^ x) * 0x9e3779b97f4a7c15 }
 
 // hashLong sees to keys that may be too long for their text.
 func (e *Enforcer) hashLong(r *rule, q *Request, a, b uint64) (uint64, uint32) {
@@ -94,7 +85,7 @@ func (e *Enforcer) hashLong(r *rule, q *Request, a, b uint64) (uint64, uint32) {
 
 // hashText is hash for a key of which only the digest is known.
 func (e *Enforcer) hashText(r *rule, text string) (uint64, uint32) {
-	return ^mix(r.salt, hashString(e.seed, text)), half(^mix(r.salt2, hashString(e.seed2, text)))
+	return ^hashString(r.seed, text), half(^hashString(r.seed2, text))
 }
 
 // appendKey appends the text of q's key.

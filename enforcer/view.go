@@ -24,8 +24,8 @@ type rule struct {
 	field  uintptr // of Request, when plain
 	plain  bool    // the key is one part, and not a header
 	eager  bool    // shared with other gateways: a key without a share wants one
-	salt   uint64
-	salt2  uint64
+	seed   uint64  // of the halves of its keys' fingerprints
+	seed2  uint64
 	id     int // the same for a rule of this name and key in every policy of this process
 	dims   []limits.Dimension
 	routes []string
@@ -111,7 +111,7 @@ func (e *Enforcer) compile(p *limits.Policy, fleet int, prev *view, now int64) *
 		r := &rule{
 			src: src, layer: src.Layer.String(), id: id, standing: uint64(len(v.rules)) << standingRule, dims: src.Key, routes: src.Routes,
 			local: src.Consistency == limits.Local, alone: []string{src.Name},
-			salt: hashString(e.seed, "rule\x00"+name), salt2: hashString(e.seed2, "rule\x00"+name),
+			seed: hashString(e.seed, name), seed2: hashString(e.seed2, name),
 		}
 		r.eager = !r.local && fleet > 1
 		if len(r.dims) == 1 && r.dims[0].Kind != limits.ByHeader {

@@ -28,24 +28,23 @@ type Checker func(key string) bool
 // Limiter is one contestant.
 type Limiter struct {
 	Name string
-	Gate bool // measured for the ratio to the floor; the others are rivals
 	New  func(keys int) Checker
 }
 
 // coarse is a clock for one atomic load, moved on by the harness.
 var coarse atomic.Int64
 
-// Limiters are all contestants, the floor first.
+// Limiters are all contestants: the floor, weir with one rule by tenant, and others.
 func Limiters() []Limiter {
 	return []Limiter{
-		{"floor", false, newFloor},
-		{"weir", true, func(int) Checker { return weir(contract()) }},
-		{"weir-guard", true, func(int) Checker { return weir(guard(), contract()) }},
-		{"weir-clock", false, func(int) Checker { return weirClock(contract()) }},
-		{"xrate-syncmap", false, func(int) Checker { return xrateSyncMap() }},
-		{"xrate-rwmutex", false, func(int) Checker { return xrateRWMutex() }},
-		{"throttled", false, func(int) Checker { return throttledCheck() }},
-		{"go-limiter", false, func(int) Checker { return goLimiter() }},
+		{"floor", newFloor},
+		{"weir", func(int) Checker { return weir(contract()) }},
+		{"weir-guard", func(int) Checker { return weir(guard(), contract()) }},
+		{"weir-clock", func(int) Checker { return weirClock(contract()) }},
+		{"xrate-syncmap", func(int) Checker { return xrateSyncMap() }},
+		{"xrate-rwmutex", func(int) Checker { return xrateRWMutex() }},
+		{"throttled", func(int) Checker { return throttledCheck() }},
+		{"go-limiter", func(int) Checker { return goLimiter() }},
 	}
 }
 
