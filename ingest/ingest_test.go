@@ -436,9 +436,10 @@ func TestFailuresAreToldOnceAndThenSummarised(t *testing.T) {
 // merging, and a shutdown.
 func TestWhatIsCountedIsWhatIsStored(t *testing.T) {
 	synctestRapid(t, func(t *rapid.T) {
-		rng := rand.New(rand.NewPCG(rapid.Uint64().Draw(t, "seed"), 1))
+		seed := rapid.Uint64().Draw(t, "seed")
+		rng, faults := rand.New(rand.NewPCG(seed, 1)), rand.New(rand.NewPCG(seed, 2)) // one for each goroutine
 		far := &stream{fault: func() (bool, error) {
-			switch rng.IntN(4) {
+			switch faults.IntN(4) {
 			case 0:
 				return false, errors.New("lost")
 			case 1:
@@ -449,6 +450,10 @@ func TestWhatIsCountedIsWhatIsStored(t *testing.T) {
 		buckets := newTable()
 		cfg := Config{MaxEntries: rapid.IntRange(1, 20).Draw(t, "entries"), MaxReports: rapid.IntRange(1, 5).Draw(t, "reports"),
 			MaxBytes: rapid.SampledFrom([]int{300, 1000, 512 << 10}).Draw(t, "bytes"), DrainTimeout: time.Hour}
+		nap := 3 * time.Second
+		if rapid.Bool().Draw(t, "long") { // outages of hours, at a slower pace
+			cfg.HotEvery, cfg.RetryMax, nap = 10*time.Second, 2*time.Minute, 40*time.Minute
+		}
 		m := NewMetrics(prometheus.NewRegistry())
 		r := New(cfg, "gw", "boot", buckets, far, quiet, m)
 		stop := begin(r)
@@ -476,7 +481,7 @@ func TestWhatIsCountedIsWhatIsStored(t *testing.T) {
 				cum[b] += d
 				buckets.put(rng.IntN(2) == 0, schemas.Tokens{Rule: b.rule, Key: b.key, Incarnation: b.incarnation, Taken: d, Cum: cum[b], Window: time.Millisecond})
 			}
-			time.Sleep(time.Duration(rng.Int64N(int64(20 * time.Minute))))
+			time.Sleep(time.Duration(rng.Int64N(int64(nap))))
 		}
 		far.setAway(false)
 		if err := stop(); err != nil {
@@ -601,7 +606,7 @@ func TestOutageMemoryIsBounded(t *testing.T) {
 			names[i] = fmt.Sprint("tenant-", i)
 		}
 		far := &stream{away: true}
-		r := New(Config{HotEvery: time.Minute, UsageEvery: time.Minute, AllEvery: time.Minute, DrainTimeout: time.Hour}, "gw", "boot", newTable(), far, quiet, nil)
+		r := New(Config{HotEvery: time.Minute, UsageEvery: time.Minute, AllEvery: time.Minute, RetryMax: 5 * time.Minute, DrainTimeout: time.Hour}, "gw", "boot", newTable(), far, quiet, nil)
 		stop := begin(r)
 		heap := func() uint64 {
 			runtime.GC()
