@@ -1,12 +1,8 @@
 package main
 
 import (
-	"context"
-	"net"
-	"net/http"
 	"reflect"
 	"strings"
-	"sync/atomic"
 	"testing"
 	"time"
 )
@@ -40,101 +36,5 @@ func TestAPlanIsItsSeed(t *testing.T) {
 		if !seen[k] {
 			t.Errorf("no seed of 500 has a %s", k)
 		}
-	}
-}
-
-func TestVerdict(t *testing.T) {
-	c := cell{"gw1", "acme", "orders"}
-	for _, tt := range []struct {
-		name          string
-		answered      outcomes
-		unanswered    uint64
-		stored        outcomes
-		lost, doubled uint64
-	}{
-		{"equal", outcomes{"": 5, "contract": 2}, 0, outcomes{"": 5, "contract": 2}, 0, 0},
-		{"nothing is there", outcomes{"": 5, "contract": 2}, 0, nil, 7, 0},
-		{"one twice", outcomes{"": 5}, 0, outcomes{"": 6}, 0, 1},
-		{"without an answer, and there", outcomes{"": 5}, 2, outcomes{"": 6, "guard": 1}, 0, 0},
-		{"without an answer, and not there", outcomes{"": 5}, 2, outcomes{"": 5}, 0, 0},
-		{"without an answer, and there twice", outcomes{"": 5}, 1, outcomes{"": 6, "contract": 1}, 0, 1},
-		{"one that was lost is not made up for by one without an answer", outcomes{"": 5, "contract": 2}, 1, outcomes{"": 6, "contract": 1}, 1, 0},
-		{"under another outcome than the caller was told", outcomes{"": 5, "contract": 2}, 0, outcomes{"": 6, "contract": 1}, 1, 1},
-		{"never sent", nil, 0, outcomes{"": 3}, 0, 3},
-	} {
-		var v verdict
-		oracle := map[cell]*entry{c: {Answered: tt.answered, Unanswered: tt.unanswered}}
-		if tt.answered == nil {
-			oracle = nil
-		}
-		v.history(oracle, map[cell]outcomes{c: tt.stored})
-		if v.Lost != tt.lost || v.Doubled != tt.doubled || (len(v.Lines) > 0) != (tt.lost+tt.doubled > 0) {
-			t.Errorf("%s: lost %d, doubled %d, want %d, %d (%q)", tt.name, v.Lost, v.Doubled, tt.lost, tt.doubled, v.Lines)
-		}
-	}
-	// One cell's slack is not another's.
-	var v verdict
-	v.history(map[cell]*entry{c: {Unanswered: 5}}, map[cell]outcomes{{"gw2", "acme", "orders"}: {"": 1}})
-	if v.Lost != 0 || v.Doubled != 1 {
-		t.Errorf("a request of another gateway: lost %d, doubled %d, want 0, 1", v.Lost, v.Doubled)
-	}
-
-	oracle := map[cell]*entry{c: {Answered: outcomes{"": 3, "contract": 9}, Unanswered: 1}, {"gw2", "acme", "other"}: {Answered: outcomes{"": 4}}}
-	for total, want := range map[uint64][2]uint64{6: {1, 0}, 7: {0, 0}, 8: {0, 0}, 9: {0, 1}, 0: {7, 0}} {
-		var v verdict
-		v.redis(oracle, map[string]uint64{"acme": total})
-		if v.Lost != want[0] || v.Doubled != want[1] {
-			t.Errorf("Redis has %d: lost %d, doubled %d, want %v", total, v.Lost, v.Doubled, want)
-		}
-	}
-}
-
-// TestJournalKnowsWhatWasAnswered: the journal has each request that reached the server once, and does not repeat one whose
-// connection broke.
-func TestJournalKnowsWhatWasAnswered(t *testing.T) {
-	var n atomic.Int64
-	allowed, refused, cut := atomic.Uint64{}, atomic.Uint64{}, atomic.Uint64{}
-	srv := &http.Server{Handler: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
-		switch n.Add(1) % 5 {
-		case 0:
-			cut.Add(1)
-			conn, _, err := http.NewResponseController(w).Hijack()
-			if err != nil {
-				t.Error(err)
-				return
-			}
-			_ = conn.Close()
-		case 1:
-			refused.Add(1)
-			w.Header().Set("RateLimit", `"contract";r=0;t=1`)
-			w.WriteHeader(http.StatusTooManyRequests)
-		default:
-			allowed.Add(1)
-			w.Header().Set("RateLimit", `"contract";r=4`)
-		}
-	})}
-	ln, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	go func() { _ = srv.Serve(ln) }()
-	defer func() { _ = srv.Close() }()
-
-	j := newJournal()
-	ctx, stop := context.WithTimeout(t.Context(), 300*time.Millisecond)
-	defer stop()
-	send(ctx, j, 1, 500, map[string]string{"gw1": ln.Addr().String()}, []string{"gw1"})
-	var a, r uint64
-	for c, e := range j.cells {
-		if c.Gateway != "gw1" {
-			t.Errorf("cell %v", c)
-		}
-		a += e.Answered[""]
-		r += e.Answered["contract"]
-	}
-	requests, unanswered := j.totals()
-	if a != allowed.Load() || r != refused.Load() || unanswered != cut.Load() || requests != uint64(n.Load()) || requests == 0 {
-		t.Errorf("journal: %d allowed, %d refused, %d without an answer of %d; the server: %d, %d, %d of %d",
-			a, r, unanswered, requests, allowed.Load(), refused.Load(), cut.Load(), n.Load())
 	}
 }

@@ -14,6 +14,8 @@ import (
 	"strings"
 	"sync"
 	"time"
+
+	"github.com/weirhq/weir/cmd/internal/rig"
 )
 
 func main() { os.Exit(run(os.Args[1:], os.Stdout, os.Stderr)) }
@@ -124,10 +126,10 @@ func runSeed(dir, binary string, p plan) (res result) {
 		res.problems = append(res.problems, err.Error())
 		return res
 	}
-	r, err := newRig(dir, binary, p)
+	r, err := rig.New(rig.Config{Dir: dir, Binary: binary, Gateways: p.Gateways})
 	defer func() {
-		r.close()
-		res.problems = append(res.problems, r.noted()...)
+		r.Close()
+		res.problems = append(res.problems, r.Notes()...)
 		if res.took = time.Since(began); len(res.problems) == 0 {
 			if err := os.RemoveAll(dir); err != nil {
 				res.problems = append(res.problems, err.Error())
@@ -135,7 +137,10 @@ func runSeed(dir, binary string, p plan) (res result) {
 		}
 	}()
 	if err == nil {
-		err = r.judge(p, &res)
+		err = os.WriteFile(filepath.Join(dir, "plan.txt"), []byte(p.String()), 0o644)
+	}
+	if err == nil {
+		err = judge(r, dir, p, &res)
 	}
 	if err != nil {
 		res.problems = append(res.problems, err.Error())

@@ -7,6 +7,8 @@ import (
 	"slices"
 	"strings"
 	"time"
+
+	"github.com/weirhq/weir/cmd/internal/rig"
 )
 
 // kind is what happens to a target.
@@ -82,15 +84,6 @@ func newPlan(seed uint64, spared ...string) plan {
 	return p
 }
 
-// names of the gateways.
-func (p plan) names() []string {
-	var all []string
-	for i := range p.Gateways {
-		all = append(all, fmt.Sprintf("gw%d", i+1))
-	}
-	return all
-}
-
 // flushed tells whether Redis is emptied in this run.
 func (p plan) flushed() bool {
 	return slices.ContainsFunc(p.Faults, func(f fault) bool { return f.Kind == flush })
@@ -107,7 +100,7 @@ func (p plan) String() string {
 
 // draw makes up one fault.
 func (p plan) draw(rng *rand.Rand) fault {
-	gateway := func() string { return fmt.Sprintf("gw%d", 1+rng.IntN(p.Gateways)) }
+	gateway := func() string { return rig.GatewayName(1 + rng.IntN(p.Gateways)) }
 	pick := func(all ...kind) kind { return all[rng.IntN(len(all))] }
 	f := fault{At: time.Duration(rng.Int64N(int64(window))).Round(time.Millisecond)}
 	if rng.IntN(2) == 0 { // a part
@@ -115,31 +108,31 @@ func (p plan) draw(rng *rand.Rand) fault {
 		case 0, 1:
 			f.Target, f.Kind = gateway(), pick(kill, kill, term, pause)
 		case 2, 3:
-			f.Target, f.Kind = "aggregator", pick(kill, kill, term, pause)
+			f.Target, f.Kind = rig.Aggregator, pick(kill, kill, term, pause)
 		case 4:
-			f.Target, f.Kind = "nats", pick(kill, kill, pause)
+			f.Target, f.Kind = rig.NATS, pick(kill, kill, pause)
 		case 5:
-			f.Target, f.Kind = pickString(rng, "redis", "clickhouse"), pick(kill, pause)
-			if f.Target == "redis" && rng.IntN(4) == 0 {
+			f.Target, f.Kind = pickString(rng, rig.Redis, rig.ClickHouse), pick(kill, pause)
+			if f.Target == rig.Redis && rng.IntN(4) == 0 {
 				f.Kind = pick(forget, flush)
 			}
 		case 6:
-			f.Target, f.Kind = "alerter", pick(kill, term, pause)
+			f.Target, f.Kind = rig.Alerter, pick(kill, term, pause)
 		}
 	} else {
 		switch rng.IntN(8) {
 		case 0, 1:
-			f.Target = link(gateway(), "nats")
+			f.Target = rig.Link(gateway(), rig.NATS)
 		case 2, 3:
-			f.Target = link("aggregator", "nats")
+			f.Target = rig.Link(rig.Aggregator, rig.NATS)
 		case 4:
-			f.Target = link("aggregator", "redis")
+			f.Target = rig.Link(rig.Aggregator, rig.Redis)
 		case 5:
-			f.Target = link("aggregator", "clickhouse")
+			f.Target = rig.Link(rig.Aggregator, rig.ClickHouse)
 		case 6:
-			f.Target = link("alerter", "nats")
+			f.Target = rig.Link(rig.Alerter, rig.NATS)
 		case 7:
-			f.Target = link("load", gateway())
+			f.Target = rig.Link(rig.Load, gateway())
 		}
 		f.Kind = pick(cut, reset, refuse, hold, slow, cutUp, cutUp, cutDown, cutDown, cutDown)
 		if rng.IntN(100) == 0 {
@@ -158,9 +151,6 @@ func (p plan) draw(rng *rand.Rand) fault {
 	}
 	return f
 }
-
-// link names the way of a client to a server.
-func link(client, server string) string { return client + ">" + server }
 
 func between(rng *rand.Rand, lo, hi time.Duration) time.Duration {
 	return (lo + time.Duration(rng.Int64N(int64(hi-lo)))).Round(time.Millisecond)

@@ -1,77 +1,92 @@
-package main
+package rig
 
 import (
 	"bufio"
 	"context"
 	"fmt"
 	"io"
+	"maps"
 	"math/rand/v2"
 	"net"
 	"net/http"
-	"net/url"
+	"slices"
 	"strings"
 	"sync"
 	"time"
 )
 
-// cell is where requests are counted: by all that a caller knows of them.
-type cell struct{ Gateway, Tenant, Route string }
+// Cell is where requests are counted: by all that a caller knows of them.
+type Cell struct{ Gateway, Tenant, Route string }
 
-// outcomes counts requests by the rule that refused them; "" is allowed.
-type outcomes map[string]uint64
+// Outcomes counts requests by the rule that refused them; "" is allowed.
+type Outcomes map[string]uint64
 
-func (o outcomes) sum() (n uint64) {
+func (o Outcomes) sum() (n uint64) {
 	for _, v := range o {
 		n += v
 	}
 	return n
 }
 
-// entry is what the load generator knows of a cell.
-type entry struct {
-	Answered   outcomes
+// Entry is what the load generator knows of a cell.
+type Entry struct {
+	Answered   Outcomes
 	Unanswered uint64 // sent, at least in part: each may have been decided and counted, or not
 }
 
-// journal is the oracle: the answers that were received. Its methods may be called from any goroutine.
-type journal struct {
-	mu         sync.Mutex // guards what follows
-	cells      map[cell]*entry
-	unexpected map[string]int // answers that nobody should get
+// Journal is the oracle: the answers that were received. Its methods may be called from any goroutine.
+type Journal struct {
+	mu         sync.Mutex // guards what follows, while there is load
+	Cells      map[Cell]*Entry
+	Unexpected map[string]int  // answers that nobody should get
+	Times      []time.Duration // from request to answer, of those that came
 }
 
-func newJournal() *journal { return &journal{cells: map[cell]*entry{}, unexpected: map[string]int{}} }
+// NewJournal returns an empty journal.
+func NewJournal() *Journal { return &Journal{Cells: map[Cell]*Entry{}, Unexpected: map[string]int{}} }
 
-func (j *journal) note(c cell, answered bool, rule string) {
+func (j *Journal) note(c Cell, answered bool, rule string, took time.Duration) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
-	e := j.cells[c]
+	e := j.Cells[c]
 	if e == nil {
-		e = &entry{Answered: outcomes{}}
-		j.cells[c] = e
+		e = &Entry{Answered: Outcomes{}}
+		j.Cells[c] = e
 	}
 	if answered {
 		e.Answered[rule]++
+		j.Times = append(j.Times, took)
 	} else {
 		e.Unanswered++
 	}
 }
 
-func (j *journal) wonder(what string) {
+func (j *Journal) wonder(what string) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
-	j.unexpected[what]++
+	j.Unexpected[what]++
 }
 
-// totals are the requests that were sent and those of them without an answer.
-func (j *journal) totals() (requests, unanswered uint64) {
+// Totals are the requests that were sent and those of them without an answer.
+func (j *Journal) Totals() (requests, unanswered uint64) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
-	for _, e := range j.cells {
+	for _, e := range j.Cells {
 		requests += e.Answered.sum() + e.Unanswered
 		unanswered += e.Unanswered
 	}
 	return requests, unanswered
+}
+
+// Quantile is the q-th quantile of Times, 0 when there are none.
+func (j *Journal) Quantile(q float64) time.Duration {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	if len(j.Times) == 0 {
+		return 0
+	}
+	slices.Sort(j.Times)
+	return j.Times[min(int(q*float64(len(j.Times))), len(j.Times)-1)]
 }
 
 const (
@@ -81,8 +96,8 @@ const (
 	impatient         = 300 * time.Millisecond // and one who hangs up
 )
 
-// policyText makes every rule refuse some of the load: a few tenants are far over their plan, exports over the route's limit.
-const policyText = `
+// Policy makes every rule refuse some of the load: a few tenants are far over their plan, exports over the route's limit.
+const Policy = `
 version: 1
 identity: {tenant: {header: X-App-Key}}
 routes:
@@ -109,17 +124,17 @@ func tenantName(i int) string {
 	return fmt.Sprintf("tenant-%d", i)
 }
 
-// send generates load until ctx is done: callers that ask one thing after another, some patient, some not. at maps each
-// gateway's name to its address. Nothing is ever asked twice: what has no answer is noted as such.
-func send(ctx context.Context, j *journal, seed uint64, rate float64, at map[string]string, names []string) {
+// Send generates load on the gateways, named with their addresses, until ctx is done: callers that ask one thing after another,
+// rate times a second all together, half of them impatient. Nothing is ever asked twice: what has no answer is noted as such.
+func Send(ctx context.Context, j *Journal, seed uint64, rate float64, gateways map[string]string) {
 	var all sync.WaitGroup
-	for g, name := range names {
+	for g, name := range slices.Sorted(maps.Keys(gateways)) {
 		for w := range workersPerGateway {
-			c := &caller{journal: j, gateway: name, addr: at[name], rng: rand.New(rand.NewPCG(seed, uint64(1+g*workersPerGateway+w))), timeout: patient}
+			c := &caller{journal: j, gateway: name, addr: gateways[name], rng: rand.New(rand.NewPCG(seed, uint64(1+g*workersPerGateway+w))), timeout: patient}
 			if w%2 == 1 {
 				c.timeout = impatient
 			}
-			mean := float64(len(names)*workersPerGateway) / rate
+			mean := float64(len(gateways)*workersPerGateway) / rate
 			all.Go(func() {
 				defer c.hangUp()
 				for {
@@ -139,7 +154,7 @@ func send(ctx context.Context, j *journal, seed uint64, rate float64, at map[str
 // caller is one connection's worth of requests to one gateway. It speaks HTTP by itself: net/http would send a request again
 // when its connection breaks.
 type caller struct {
-	journal *journal
+	journal *Journal
 	gateway string
 	addr    string
 	rng     *rand.Rand
@@ -158,7 +173,7 @@ func (c *caller) hangUp() {
 
 func (c *caller) ask() {
 	tenant := tenantName(min(int(c.rng.ExpFloat64()*2.5), tenants-1)) // some ask often
-	to := cell{Gateway: c.gateway, Tenant: tenant, Route: "other"}
+	to := Cell{Gateway: c.gateway, Tenant: tenant, Route: "other"}
 	path := "/"
 	switch n := c.rng.IntN(10); {
 	case n < 5:
@@ -173,20 +188,22 @@ func (c *caller) ask() {
 		}
 		c.conn, c.answer = conn, bufio.NewReader(conn)
 	}
+	began := time.Now()
 	status, rule, err := c.exchange(path, tenant)
 	if err != nil {
 		c.hangUp()
-		c.journal.note(to, false, "")
+		c.journal.note(to, false, "", 0)
 		return
 	}
+	took := time.Since(began)
 	switch status {
 	case http.StatusOK:
-		c.journal.note(to, true, "")
+		c.journal.note(to, true, "", took)
 	case http.StatusTooManyRequests, http.StatusServiceUnavailable:
-		c.journal.note(to, true, rule)
+		c.journal.note(to, true, rule, took)
 	default:
 		c.journal.wonder(fmt.Sprintf("status %d", status))
-		c.journal.note(to, true, "")
+		c.journal.note(to, true, "", took)
 	}
 }
 
@@ -213,14 +230,14 @@ func (c *caller) exchange(path, tenant string) (status int, rule string, err err
 }
 
 // upstream is the API behind the gateways. It is never at fault. It returns its URL.
-func upstream() (*http.Server, *url.URL, error) {
+func upstream() (*http.Server, string, error) {
 	ln, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
-		return nil, nil, fmt.Errorf("upstream: %w", err)
+		return nil, "", fmt.Errorf("upstream: %w", err)
 	}
 	srv := &http.Server{ReadHeaderTimeout: time.Minute, Handler: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 		_, _ = io.WriteString(w, "ok\n") // a caller that has gone needs no answer
 	})}
 	go func() { _ = srv.Serve(ln) }() // ends with Close
-	return srv, &url.URL{Scheme: "http", Host: ln.Addr().String()}, nil
+	return srv, "http://" + ln.Addr().String(), nil
 }

@@ -1,4 +1,4 @@
-package main
+package rig
 
 import (
 	"errors"
@@ -13,8 +13,8 @@ import (
 	"github.com/weirhq/weir/internal/embedded/child"
 )
 
-// part is a process that things happen to.
-type part interface {
+// Part is a process that things happen to: a server or a weir.
+type Part interface {
 	Kill() error
 	Pause() error
 	Resume() error
@@ -24,23 +24,23 @@ type part interface {
 // stopWithin is how long a weir may take to end on SIGTERM, with some room for a busy machine.
 const stopWithin = 15 * time.Second
 
-// weir is one process of the weir binary, under a supervisor that starts it again when it ends by itself.
-type weir struct {
+// Weir is one process of the weir binary, under a supervisor that starts it again when it ends by itself. Its methods may be
+// called from any goroutine.
+type Weir struct {
 	name string
 	cmd  func() *exec.Cmd
 	log  *os.File
 	note func(string) // of what nobody should see
 
-	mu      sync.Mutex // guards what follows
-	child   *child.Process
-	ec      *exec.Cmd
-	want    bool // it should be running
-	watch   sync.WaitGroup
-	endings int // by itself
+	mu    sync.Mutex // guards what follows
+	child *child.Process
+	ec    *exec.Cmd
+	want  bool // it should be running
+	watch sync.WaitGroup
 }
 
 // start runs it. mu is held.
-func (w *weir) start() error {
+func (w *Weir) start() error {
 	w.ec = w.cmd()
 	fmt.Fprintf(w.log, "--- %s starts\n", time.Now().UTC().Format(time.RFC3339Nano))
 	c, err := child.Start(w.ec, func(line string) {
@@ -61,14 +61,13 @@ func (w *weir) start() error {
 }
 
 // supervise starts it again, as an init system would, when nobody has asked it to end.
-func (w *weir) supervise(c *child.Process) {
+func (w *Weir) supervise(c *child.Process) {
 	<-c.Done()
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if w.child != c || !w.want {
 		return
 	}
-	w.endings++
 	fmt.Fprintf(w.log, "--- %s ended by itself: %s\n", time.Now().UTC().Format(time.RFC3339Nano), w.ec.ProcessState)
 	time.Sleep(200 * time.Millisecond)
 	if err := w.start(); err != nil {
@@ -76,7 +75,8 @@ func (w *weir) supervise(c *child.Process) {
 	}
 }
 
-func (w *weir) Restart() error {
+// Restart starts it, unless it runs.
+func (w *Weir) Restart() error {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if w.want {
@@ -85,29 +85,42 @@ func (w *weir) Restart() error {
 	return w.start()
 }
 
-func (w *weir) Kill() error {
+// Kill ends it as a crash would (SIGKILL).
+func (w *Weir) Kill() error {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.want = false
+	if w.child == nil {
+		return nil
+	}
 	return w.child.Kill()
 }
 
-func (w *weir) Pause() error  { return w.signal(syscall.SIGSTOP) }
-func (w *weir) Resume() error { return w.signal(syscall.SIGCONT) }
+// Pause freezes it (SIGSTOP).
+func (w *Weir) Pause() error { return w.signal(syscall.SIGSTOP) }
 
-func (w *weir) signal(s syscall.Signal) error {
+// Resume ends a Pause.
+func (w *Weir) Resume() error { return w.signal(syscall.SIGCONT) }
+
+func (w *Weir) signal(s syscall.Signal) error {
 	w.mu.Lock()
 	defer w.mu.Unlock()
+	if w.child == nil {
+		return nil
+	}
 	return w.child.Signal(s)
 }
 
 var errUnstoppable = errors.New("did not end on SIGTERM")
 
 // Term asks it to end and returns its exit code. One that does not end in time is killed.
-func (w *weir) Term() (code int, err error) {
+func (w *Weir) Term() (code int, err error) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.want = false
+	if w.child == nil {
+		return 0, nil
+	}
 	if err := w.child.Signal(syscall.SIGTERM); err != nil {
 		return 0, err
 	}
@@ -120,7 +133,7 @@ func (w *weir) Term() (code int, err error) {
 }
 
 // close ends it for good.
-func (w *weir) close() {
+func (w *Weir) close() {
 	if err := w.Kill(); err != nil {
 		w.note(fmt.Sprintf("%s: %v", w.name, err))
 	}

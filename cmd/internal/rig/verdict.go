@@ -1,4 +1,4 @@
-package main
+package rig
 
 import (
 	"cmp"
@@ -7,13 +7,13 @@ import (
 	"slices"
 )
 
-// verdict compares what was stored with what was answered.
-type verdict struct {
+// Verdict compares what was stored with what was answered. The zero Verdict has compared nothing.
+type Verdict struct {
 	Lost, Doubled uint64
 	Lines         []string // one for each difference
 }
 
-func (v *verdict) add(lost, doubled uint64, format string, args ...any) {
+func (v *Verdict) add(lost, doubled uint64, format string, args ...any) {
 	if lost == 0 && doubled == 0 {
 		return
 	}
@@ -22,22 +22,22 @@ func (v *verdict) add(lost, doubled uint64, format string, args ...any) {
 	v.Lines = append(v.Lines, fmt.Sprintf("lost %d, doubled %d: ", lost, doubled)+fmt.Sprintf(format, args...))
 }
 
-// history judges what ClickHouse has. Every answered request must be there under the outcome that its caller was told. What is
+// History judges what ClickHouse has. Every answered request must be there under the outcome that its caller was told. What is
 // there beyond that must be one of the cell's requests without an answer, each at most once.
-func (v *verdict) history(oracle map[cell]*entry, stored map[cell]outcomes) {
-	cells := map[cell]bool{}
+func (v *Verdict) History(oracle map[Cell]*Entry, stored map[Cell]Outcomes) {
+	cells := map[Cell]bool{}
 	for c := range oracle {
 		cells[c] = true
 	}
 	for c := range stored {
 		cells[c] = true
 	}
-	for _, c := range slices.SortedFunc(maps.Keys(cells), func(a, b cell) int {
+	for _, c := range slices.SortedFunc(maps.Keys(cells), func(a, b Cell) int {
 		return cmp.Or(cmp.Compare(a.Gateway, b.Gateway), cmp.Compare(a.Tenant, b.Tenant), cmp.Compare(a.Route, b.Route))
 	}) {
 		e := oracle[c]
 		if e == nil {
-			e = &entry{}
+			e = &Entry{}
 		}
 		rules := map[string]bool{}
 		for r := range e.Answered {
@@ -57,8 +57,8 @@ func (v *verdict) history(oracle map[cell]*entry, stored map[cell]outcomes) {
 	}
 }
 
-// redis judges Redis' totals of the contract rule by tenant, which count what was admitted.
-func (v *verdict) redis(oracle map[cell]*entry, totals map[string]uint64) {
+// Redis judges Redis' totals of the contract rule by tenant, which count what was admitted.
+func (v *Verdict) Redis(oracle map[Cell]*Entry, totals map[string]uint64) {
 	type sum struct{ admitted, unanswered uint64 }
 	sums := map[string]sum{}
 	for c, e := range oracle {

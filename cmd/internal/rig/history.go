@@ -1,0 +1,231 @@
+package rig
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+
+	natsgo "github.com/nats-io/nats.go"
+	natsjs "github.com/nats-io/nats.go/jetstream"
+	goredis "github.com/redis/go-redis/v9"
+
+	"github.com/weirhq/weir/aggregator"
+	rediscounter "github.com/weirhq/weir/aggregator/redis"
+	"github.com/weirhq/weir/internal/natsx"
+	"github.com/weirhq/weir/schemas"
+)
+
+// drainWithin bounds the time from the last fault until everything is stored.
+const drainWithin = 90 * time.Second
+
+// Drain ends the gateways, which report what they have left, and waits until both readers of the stream have read it all.
+func (r *Rig) Drain(names []string) error {
+	ctx, cancel := context.WithTimeout(context.Background(), drainWithin)
+	defer cancel()
+	var all sync.WaitGroup
+	errs := make([]error, len(names))
+	for i, name := range names {
+		all.Go(func() { errs[i] = r.drainGateway(ctx, r.Weirs[name]) })
+	}
+	all.Wait()
+	if err := errors.Join(errs...); err != nil {
+		return err
+	}
+	nc, err := natsgo.Connect(r.servers.nats)
+	if err != nil {
+		return fmt.Errorf("drain: %w", err)
+	}
+	defer nc.Close()
+	js, err := natsjs.New(nc)
+	if err != nil {
+		return err
+	}
+	for {
+		left, err := behind(ctx, js)
+		if err == nil && left == "" {
+			return nil
+		}
+		select {
+		case <-ctx.Done():
+			return errors.Join(fmt.Errorf("not drained after %s: %s", drainWithin, left), err)
+		case <-time.After(50 * time.Millisecond):
+		}
+	}
+}
+
+// drainGateway ends a gateway, again and again until it says that it has nothing left.
+func (r *Rig) drainGateway(ctx context.Context, w *Weir) error {
+	for ctx.Err() == nil {
+		code, err := w.Term()
+		if err != nil || code == 0 {
+			return err
+		}
+		r.Log.Warn("gateway ended with something left", "gateway", w.name, "code", code)
+		if err := w.Restart(); err != nil {
+			return err
+		}
+		time.Sleep(500 * time.Millisecond)
+	}
+	return fmt.Errorf("%s has something left after %s", w.name, drainWithin)
+}
+
+// behind says what of the stream is not yet read.
+func behind(ctx context.Context, js natsjs.JetStream) (string, error) {
+	stream, err := js.Stream(ctx, schemas.UsageStream)
+	if err != nil {
+		return "", err
+	}
+	last := stream.CachedInfo().State.LastSeq
+	kv, err := js.KeyValue(ctx, natsx.HistoryBucket)
+	if err != nil {
+		return "", err
+	}
+	var position struct{ Floor uint64 }
+	entry, err := kv.Get(ctx, "history")
+	if err != nil && !errors.Is(err, natsjs.ErrKeyNotFound) {
+		return "", err
+	}
+	if err == nil {
+		if err := json.Unmarshal(entry.Value(), &position); err != nil {
+			return "", err
+		}
+	}
+	if position.Floor < last {
+		return fmt.Sprintf("history is at %d of %d", position.Floor, last), nil
+	}
+	consumer, err := stream.Consumer(ctx, "throttle")
+	if err != nil {
+		return "", err
+	}
+	if i := consumer.CachedInfo(); i.NumPending > 0 || i.NumAckPending > 0 {
+		return fmt.Sprintf("throttling has %d messages to come and %d in hand", i.NumPending, i.NumAckPending), nil
+	}
+	return "", nil
+}
+
+// Dead is the number of messages that nobody could read.
+func (r *Rig) Dead() (uint64, error) {
+	nc, err := natsgo.Connect(r.servers.nats)
+	if err != nil {
+		return 0, err
+	}
+	defer nc.Close()
+	js, err := natsjs.New(nc)
+	if err != nil {
+		return 0, err
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
+	defer cancel()
+	stream, err := js.Stream(ctx, schemas.DeadStream)
+	if err != nil {
+		return 0, err
+	}
+	return stream.CachedInfo().State.Msgs, nil
+}
+
+// Query asks ClickHouse for rows, without any of weir's code.
+func (r *Rig) Query(sql string) ([][]string, error) {
+	base, db, _ := strings.Cut(strings.TrimPrefix(r.servers.clickhouse, "http://"), "/")
+	resp, err := http.Post("http://"+base+"/?database="+db, "text/plain", strings.NewReader(sql+" FORMAT JSONCompactEachRow"))
+	if err != nil {
+		return nil, err
+	}
+	defer func() { _ = resp.Body.Close() }()
+	if resp.StatusCode != http.StatusOK {
+		b, err := io.ReadAll(resp.Body)
+		return nil, errors.Join(fmt.Errorf("%s: %s %s", sql, resp.Status, b), err)
+	}
+	var rows [][]string
+	for dec := json.NewDecoder(resp.Body); ; {
+		var row []string
+		if err := dec.Decode(&row); errors.Is(err, io.EOF) {
+			return rows, nil
+		} else if err != nil {
+			return nil, fmt.Errorf("%s: %w", sql, err)
+		}
+		rows = append(rows, row)
+	}
+}
+
+// Stored is what the history has, by cell and outcome.
+func (r *Rig) Stored() (map[Cell]Outcomes, error) {
+	rows, err := r.Query("SELECT gateway, tenant, route, rule, toString(sum(allowed) + sum(rejected)), toString(sum(if(rule = '', rejected, allowed))) FROM usage FINAL GROUP BY gateway, tenant, route, rule")
+	if err != nil {
+		return nil, err
+	}
+	all := map[Cell]Outcomes{}
+	for _, row := range rows {
+		if row[5] != "0" {
+			return nil, fmt.Errorf("usage of %v has %s requests under the wrong outcome", row[:4], row[5])
+		}
+		n, err := strconv.ParseUint(row[4], 10, 64)
+		if err != nil {
+			return nil, err
+		}
+		c := Cell{row[0], row[1], row[2]}
+		if all[c] == nil {
+			all[c] = Outcomes{}
+		}
+		all[c][row[3]] += n
+	}
+	return all, nil
+}
+
+// RollUps are what the tables that are sums of usage should have and do not.
+func (r *Rig) RollUps() (wrong []string, err error) {
+	const sums = "SELECT tenant, route, rule, toString(sum(allowed)), toString(sum(rejected)), toString(sum(cost)) FROM %s GROUP BY tenant, route, rule ORDER BY tenant, route, rule"
+	want, err := r.Query(fmt.Sprintf(sums, "usage FINAL"))
+	if err != nil {
+		return nil, err
+	}
+	for _, table := range []string{"usage_1m", "usage_1h", "usage_1d"} {
+		have, err := r.Query(fmt.Sprintf(sums, table))
+		if err != nil {
+			return nil, err
+		}
+		if fmt.Sprint(have) != fmt.Sprint(want) {
+			wrong = append(wrong, fmt.Sprintf("%s is not the sum of usage: have %v, want %v", table, have, want))
+		}
+	}
+	return wrong, nil
+}
+
+// Totals are Redis' totals of the contract rule by tenant. A bucket that is full again is forgotten a minute later.
+func (r *Rig) Totals() (map[string]uint64, error) {
+	c, err := rediscounter.New(rediscounter.Config{URL: r.servers.redis})
+	if err != nil {
+		return nil, err
+	}
+	defer func() { _ = c.Close() }()
+	all := map[string]uint64{}
+	key := strings.NewReplacer("%", "%25", "|", "%7C") // the two bytes that a key of one part escapes
+	for i := range tenants {
+		n, err := c.Total(context.Background(), aggregator.Key{Rule: "contract", Key: key.Replace(tenantName(i))})
+		if err != nil {
+			return nil, err
+		}
+		all[tenantName(i)] = uint64(n)
+	}
+	return all, nil
+}
+
+// FlushRedis has Redis forget everything, or only its scripts.
+func (r *Rig) FlushRedis(onlyScripts bool) error {
+	opt, err := goredis.ParseURL(r.servers.redis)
+	if err != nil {
+		return err
+	}
+	c := goredis.NewClient(opt)
+	defer func() { _ = c.Close() }()
+	if onlyScripts {
+		return c.ScriptFlush(context.Background()).Err()
+	}
+	return c.FlushAll(context.Background()).Err()
+}
