@@ -174,7 +174,7 @@ func testSample(t *testing.T, s *sample, binary string) {
 	go func() { _ = weir.Serve(ln) }()
 	front := s.run(t, binary, weirAddr, app.URL)
 
-	ask := func(method, target, key string, headers ...string) (*http.Response, string) {
+	ask := func(method, target, key string, headers ...string) reply {
 		t.Helper()
 		var body io.Reader
 		if method == "POST" {
@@ -196,28 +196,28 @@ func testSample(t *testing.T, s *sample, binary string) {
 		if cerr := resp.Body.Close(); err != nil || cerr != nil {
 			t.Fatal(err, cerr)
 		}
-		return resp, string(b)
+		return reply{resp.StatusCode, resp.Header, string(b)}
 	}
 
 	// Limit 5, 10 requests.
 	for i := range 10 {
-		resp, body := ask("GET", "/v1/%78?a=b&c", "acme")
-		h := resp.Header
+		got := ask("GET", "/v1/%78?a=b&c", "acme")
+		h := got.header
 		if i < 5 {
-			if resp.StatusCode != 200 || body != "GET /v1/%78?a=b&c " {
-				t.Errorf("request %d: %d %q, want 200 from the app", i, resp.StatusCode, body)
+			if got.status != 200 || got.body != "GET /v1/%78?a=b&c " {
+				t.Errorf("request %d: %d %q, want 200 from the app", i, got.status, got.body)
 			}
-			if got, want := h.Get("RateLimit"), fmt.Sprintf(`"contract";r=%d, "per-ip";r=%d`, 4-i, 999-i); got != want {
-				t.Errorf("request %d: RateLimit %q, want %q", i, got, want)
+			if has, want := h.Get("RateLimit"), fmt.Sprintf(`"contract";r=%d, "per-ip";r=%d`, 4-i, 999-i); has != want {
+				t.Errorf("request %d: RateLimit %q, want %q", i, has, want)
 			}
 			continue
 		}
-		if resp.StatusCode != 429 || !regexp.MustCompile(`^[1-9][0-9]*$`).MatchString(h.Get("Retry-After")) || h.Get("RateLimit-Policy") != `"contract";q=5;w=18000` ||
+		if got.status != 429 || !regexp.MustCompile(`^[1-9][0-9]*$`).MatchString(h.Get("Retry-After")) || h.Get("RateLimit-Policy") != `"contract";q=5;w=18000` ||
 			!strings.HasPrefix(h.Get("RateLimit"), `"contract";r=0;t=`) || h.Get("Cache-Control") != "no-store" || h.Get("Content-Type") != "application/problem+json" {
-			t.Errorf("request %d: %d %v, want 429 with weir's headers", i, resp.StatusCode, h)
+			t.Errorf("request %d: %d %v, want 429 with weir's headers", i, got.status, h)
 		}
-		if p := problemOf(t, body); p.Status != 429 || p.Violated[0] != "contract" {
-			t.Errorf("request %d: %s, want weir's problem", i, body)
+		if p := problemOf(t, got.body); p.Status != 429 || p.Violated[0] != "contract" {
+			t.Errorf("request %d: %s, want weir's problem", i, got.body)
 		}
 	}
 	if n := rec.count(""); n != 10 || hits.Load() != 5 || rec.count("acme/v1//") != 5 || rec.count("acme/v1/contract/contract") != 5 {
@@ -242,9 +242,9 @@ func testSample(t *testing.T, s *sample, binary string) {
 		{"the route's limit", "GET", "/report/export/3", "c", nil, 429, "", "c/export/export/route"},
 	} {
 		before, was := rec.count(""), rec.count(c.count)
-		resp, body := ask(c.method, c.target, c.key, c.headers...)
-		if resp.StatusCode != c.status || c.body != "" && body != c.body {
-			t.Errorf("%s: %d %q, want %d %q", c.what, resp.StatusCode, body, c.status, c.body)
+		got := ask(c.method, c.target, c.key, c.headers...)
+		if got.status != c.status || c.body != "" && got.body != c.body {
+			t.Errorf("%s: %d %q, want %d %q", c.what, got.status, got.body, c.status, c.body)
 		}
 		want := 1
 		if c.count == "" {
@@ -253,8 +253,8 @@ func testSample(t *testing.T, s *sample, binary string) {
 		if n := rec.count("") - before; n != want || c.count != "" && rec.count(c.count)-was != 1 {
 			t.Errorf("%s: %d requests counted, %v, want one under %s", c.what, n, rec.counts, c.count)
 		}
-		if c.status == 400 && problemOf(t, body).Status != 400 {
-			t.Errorf("%s: %s, want weir's problem", c.what, body)
+		if c.status == 400 && problemOf(t, got.body).Status != 400 {
+			t.Errorf("%s: %s, want weir's problem", c.what, got.body)
 		}
 	}
 
@@ -264,9 +264,9 @@ func testSample(t *testing.T, s *sample, binary string) {
 	}
 	before := hits.Load()
 	for i := range s.down {
-		resp, body := ask("GET", "/", "acme")
-		if resp.StatusCode != 503 || resp.Header.Get("Retry-After") != "5" || problemOf(t, body).Status != 503 {
-			t.Errorf("weir down, request %d: %d %v %q, want 503 that says when to come back", i, resp.StatusCode, resp.Header, body)
+		got := ask("GET", "/", "acme")
+		if got.status != 503 || got.header.Get("Retry-After") != "5" || problemOf(t, got.body).Status != 503 {
+			t.Errorf("weir down, request %d: %d %v %q, want 503 that says when to come back", i, got.status, got.header, got.body)
 		}
 	}
 	if hits.Load() != before {
@@ -281,19 +281,19 @@ func testSample(t *testing.T, s *sample, binary string) {
 	}
 	go func() { _ = again.Serve(ln) }()
 	defer again.Close()
-	if resp, body := ask("GET", "/", "d"); resp.StatusCode != 200 {
-		t.Errorf("weir is back: %d %q, want 200", resp.StatusCode, body)
+	if got := ask("GET", "/", "d"); got.status != 200 {
+		t.Errorf("weir is back: %d %q, want 200", got.status, got.body)
 	}
 
 	// The guard refuses everybody with 503, weir's own.
 	e.SetPolicy(parse(t, "1/m, burst: 1"))
 	for i := range 3 {
-		resp, body := ask("GET", "/", "e")
+		got := ask("GET", "/", "e")
 		if i == 0 {
 			continue
 		}
-		if p := problemOf(t, body); resp.StatusCode != 503 || p.Violated[0] != "guard" || resp.Header.Get("Retry-After") == "" || resp.Header.Get("RateLimit") == "" {
-			t.Errorf("guard: %d %v %q, want 503 as weir says it", resp.StatusCode, resp.Header, body)
+		if p := problemOf(t, got.body); got.status != 503 || p.Violated[0] != "guard" || got.header.Get("Retry-After") == "" || got.header.Get("RateLimit") == "" {
+			t.Errorf("guard: %d %v %q, want 503 as weir says it", got.status, got.header, got.body)
 		}
 	}
 }
@@ -319,6 +319,13 @@ rules:
 		t.Fatal(err)
 	}
 	return p
+}
+
+// reply is an answer that has been read.
+type reply struct {
+	status int
+	header http.Header
+	body   string
 }
 
 // record remembers what was counted, by tenant/route/rule/layer and, under "", altogether.

@@ -51,18 +51,40 @@ func serve(t testing.TB, srv *http.Server) string {
 	return "http://" + ln.Addr().String()
 }
 
-// send does one request and returns the answer with its body.
-func send(t testing.TB, r *http.Request) (*http.Response, string) {
+// reply is an answer that has been read.
+type reply struct {
+	status int
+	header http.Header
+	body   string
+}
+
+// send does one request.
+func send(t testing.TB, r *http.Request) reply {
 	t.Helper()
 	resp, err := http.DefaultTransport.RoundTrip(r)
 	if err != nil {
 		t.Fatal(err)
 	}
+	return read(t, resp)
+}
+
+func read(t testing.TB, resp *http.Response) reply {
+	t.Helper()
 	body, err := io.ReadAll(resp.Body)
 	if cerr := resp.Body.Close(); err != nil || cerr != nil {
 		t.Fatal(err, cerr)
 	}
-	return resp, string(body)
+	return reply{resp.StatusCode, resp.Header, string(body)}
+}
+
+// receive reads one answer from a connection.
+func receive(t testing.TB, conn io.Reader) reply {
+	t.Helper()
+	resp, err := http.ReadResponse(bufio.NewReader(conn), nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return read(t, resp)
 }
 
 func request(t testing.TB, method, target string, body io.Reader) *http.Request {
@@ -95,9 +117,8 @@ func TestProxyTellsTheUpstreamWhoAsks(t *testing.T) {
 				"Forwarded": "for=1.2.3.4", "X-Real-Ip": "1.2.3.4", "Connection": "close, X-Hop", "X-Hop": "1", "Te": "trailers", "X-End": "2"} {
 				r.Header.Set(name, v)
 			}
-			resp, _ := send(t, r)
-			if resp.StatusCode != 200 {
-				t.Fatalf("status %d", resp.StatusCode)
+			if got := send(t, r); got.status != 200 {
+				t.Fatalf("status %d", got.status)
 			}
 			for name, want := range c.want {
 				if v := got.Header[name]; strings.Join(v, "|") != strings.Join(want, "|") {
@@ -124,12 +145,12 @@ func TestAnUpstreamThatIsDownIsA502AndTheRequestCounts(t *testing.T) {
 		t.Fatal(err)
 	}
 	rig, gw := gateway(t, "", dead, ProxyConfig{})
-	resp, body := send(t, request(t, "GET", gw, nil))
-	if p := problemOf(t, body); resp.StatusCode != 502 || p.Status != 502 || resp.Header.Get("Content-Type") != "application/problem+json" {
-		t.Errorf("%d %v %s, want 502 as a problem", resp.StatusCode, resp.Header, body)
+	got := send(t, request(t, "GET", gw, nil))
+	if p := problemOf(t, got.body); got.status != 502 || p.Status != 502 || got.header.Get("Content-Type") != "application/problem+json" {
+		t.Errorf("%+v, want 502 as a problem", got)
 	}
-	if strings.Contains(body, dead[len("http://"):]) {
-		t.Errorf("the answer %q tells where the upstream is", body)
+	if strings.Contains(got.body, dead[len("http://"):]) {
+		t.Errorf("the answer %q tells where the upstream is", got.body)
 	}
 	if rig.rec.count("anonymous/other//") != 1 {
 		t.Errorf("counted %v, want the request that was admitted", rig.rec.counts)
@@ -142,9 +163,9 @@ func TestAnUpstreamThatHangsIsA504(t *testing.T) {
 	defer up.Close()
 	defer close(stop)
 	_, gw := gateway(t, "", up.URL, ProxyConfig{HeaderTimeout: 50 * time.Millisecond})
-	resp, body := send(t, request(t, "GET", gw, nil))
-	if p := problemOf(t, body); resp.StatusCode != 504 || p.Status != 504 {
-		t.Errorf("%d %s, want 504 as a problem", resp.StatusCode, body)
+	got := send(t, request(t, "GET", gw, nil))
+	if p := problemOf(t, got.body); got.status != 504 || p.Status != 504 {
+		t.Errorf("%+v, want 504 as a problem", got)
 	}
 }
 
@@ -238,9 +259,10 @@ func TestUpgradedConnectionsPass(t *testing.T) {
 	conn := dial(t, gw)
 	_, _ = io.WriteString(conn, "GET /ws HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n")
 	r := bufio.NewReader(conn)
-	resp, err := http.ReadResponse(r, nil)
-	if err != nil || resp.StatusCode != 101 {
-		t.Fatal(resp, err)
+	for line, err := r.ReadString('\n'); line != "\r\n"; line, err = r.ReadString('\n') {
+		if err != nil || strings.HasPrefix(line, "HTTP/1.1 ") && line != "HTTP/1.1 101 Switching Protocols\r\n" {
+			t.Fatal(line, err)
+		}
 	}
 	_, _ = io.WriteString(conn, "hello\n")
 	if line, err := r.ReadString('\n'); line != "echo hello\n" {
@@ -278,9 +300,8 @@ func TestAHeadOf10MBIsRefused(t *testing.T) {
 			}
 		}
 	}()
-	resp, err := http.ReadResponse(bufio.NewReader(conn), nil)
-	if err != nil || resp.StatusCode != 431 {
-		t.Fatalf("%v, %v, want 431", resp, err)
+	if got := receive(t, conn); got.status != 431 {
+		t.Fatalf("%+v, want 431", got)
 	}
 	if up.served != 0 || r.rec.requests != 0 {
 		t.Errorf("served %d and counted %v, want nothing", up.served, r.rec.counts)
@@ -288,8 +309,8 @@ func TestAHeadOf10MBIsRefused(t *testing.T) {
 	// Nobody else is the worse for it, and a large head that is still a head passes.
 	req := request(t, "GET", gw, nil)
 	req.Header.Set("X-Large", strings.Repeat("x", 60<<10))
-	if resp, _ := send(t, req); resp.StatusCode != 200 {
-		t.Errorf("60 KB head: %d, want 200", resp.StatusCode)
+	if got := send(t, req); got.status != 200 {
+		t.Errorf("60 KB head: %d, want 200", got.status)
 	}
 }
 
@@ -324,9 +345,8 @@ func TestSlowCallersAreCutOff(t *testing.T) {
 	t.Run("a body that stops", func(t *testing.T) {
 		conn := dial(t, slow(echo))
 		_, _ = io.WriteString(conn, "POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nabc")
-		resp, err := http.ReadResponse(bufio.NewReader(conn), nil)
-		if err != nil || resp.StatusCode != 408 {
-			t.Errorf("%v, %v, want 408", resp, err)
+		if got := receive(t, conn); got.status != 408 {
+			t.Errorf("%+v, want 408", got)
 		}
 	})
 	t.Run("a body that stops and nobody reads", func(t *testing.T) {
@@ -344,9 +364,8 @@ func TestSlowCallersAreCutOff(t *testing.T) {
 			time.Sleep(d / 3)
 			_, _ = io.WriteString(conn, "x")
 		}
-		resp, err := http.ReadResponse(bufio.NewReader(conn), nil)
-		if err != nil || resp.StatusCode != 200 {
-			t.Errorf("%v, %v, want 200", resp, err)
+		if got := receive(t, conn); got.status != 200 {
+			t.Errorf("%+v, want 200", got)
 		}
 	})
 	t.Run("a slow answer to a body is no slow body", func(t *testing.T) {
@@ -360,9 +379,8 @@ func TestSlowCallersAreCutOff(t *testing.T) {
 			}
 		}))
 		_, _ = io.WriteString(conn, "POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\n\r\nabc")
-		resp, err := http.ReadResponse(bufio.NewReader(conn), nil)
-		if err != nil || resp.StatusCode != 200 {
-			t.Errorf("%v, %v, want 200", resp, err)
+		if got := receive(t, conn); got.status != 200 {
+			t.Errorf("%+v, want 200", got)
 		}
 	})
 	t.Run("through the proxy a stopped body is the caller's fault", func(t *testing.T) {
@@ -375,9 +393,8 @@ func TestSlowCallersAreCutOff(t *testing.T) {
 		r := newRig(t, policy("", "", ""))
 		conn := dial(t, slow(r.Wrap(Proxy(u, ProxyConfig{}, r.enforcer.Policy, quiet)).ServeHTTP))
 		_, _ = io.WriteString(conn, "POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nabc")
-		resp, err := http.ReadResponse(bufio.NewReader(conn), nil)
-		if err != nil || resp.StatusCode != 408 {
-			t.Errorf("%v, %v, want 408", resp, err)
+		if got := receive(t, conn); got.status != 408 {
+			t.Errorf("%+v, want 408", got)
 		}
 	})
 }
@@ -404,8 +421,8 @@ func TestB051WhatIsServedWhileStoppingIsCounted(t *testing.T) {
 
 	idle := dial(t, gw) // keep-alive, held open through the shutdown
 	_, _ = io.WriteString(idle, "GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-	if resp, err := http.ReadResponse(bufio.NewReader(idle), nil); err != nil || resp.StatusCode != 200 {
-		t.Fatal(resp, err)
+	if got := receive(t, idle); got.status != 200 {
+		t.Fatal(got)
 	}
 	slow := make(chan int, 1)
 	go func() {

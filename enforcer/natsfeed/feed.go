@@ -63,6 +63,9 @@ type Status struct {
 // alone says whether a gateway in mode needs the centre and does not hear it.
 func alone(mode string) bool { return mode == enforcer.Stale || mode == enforcer.Isolated }
 
+// queue is how many messages may wait to be applied. What does not fit is dropped, noticed and asked for.
+const queue = 4096
+
 // Metrics may be shared by several gateways of one process.
 type Metrics struct {
 	Updates  *prometheus.CounterVec // kind: update, snapshot, malformed
@@ -128,13 +131,15 @@ func (f *Feed) Run(ctx context.Context) error {
 // listen is the loop of updates, snapshots and heartbeats.
 func (f *Feed) listen(ctx context.Context, fleet chan int) (err error) {
 	// Both subscriptions fill one channel: updates are applied in the order in which they came.
-	messages := make(chan *nats.Msg, 4096)
+	messages := make(chan *nats.Msg, queue)
 	inbox := f.nc.NewInbox()
+	var subs []*nats.Subscription
 	for _, subject := range []string{schemas.ThrottlePrefix + f.cfg.Gateway, inbox} {
 		sub, err := f.nc.ChanSubscribe(subject, messages)
 		if err != nil {
 			return fmt.Errorf("subscribe to %s: %w", subject, err)
 		}
+		subs = append(subs, sub)
 		defer func() { _ = sub.Unsubscribe() }() // fails only when the connection is closed, which ends it too
 	}
 	connections := f.nc.StatusChanged(nats.CONNECTED, nats.CLOSED)
@@ -144,6 +149,7 @@ func (f *Feed) listen(ctx context.Context, fleet chan int) (err error) {
 		heartbeat = time.NewTicker(f.cfg.Heartbeat)
 		ask       = time.NewTimer(0) // when to ask for a snapshot next
 		wait      = f.cfg.RetryMin   // after that one
+		lost      int                // messages that found the channel full
 		mode      = modeLog{log: f.log, degraded: f.m.Degraded}
 	)
 	defer heartbeat.Stop()
@@ -181,8 +187,22 @@ func (f *Feed) listen(ctx context.Context, fleet chan int) (err error) {
 			fleet <- u.Gateways
 		case <-heartbeat.C:
 			mode.see(f.beat())
+			if n := dropped(subs); n > lost {
+				lost, wait = n, f.cfg.RetryMin
+				ask.Reset(0)
+			}
 		}
 	}
+}
+
+// dropped is how many messages this process was too slow for.
+func dropped(subs []*nats.Subscription) (n int) {
+	for _, sub := range subs {
+		if d, err := sub.Dropped(); err == nil {
+			n += d
+		}
+	}
+	return n
 }
 
 // ask asks for all shares of this gateway. What comes back arrives in listen, and an answer that does not come is asked for

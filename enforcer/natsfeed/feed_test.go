@@ -309,6 +309,40 @@ func TestASnapshotIsAskedForAgainNowAndThen(t *testing.T) {
 	_ = c
 }
 
+func TestWhatWasDroppedIsAskedFor(t *testing.T) {
+	srv := embeddedtest.NATS(t)
+	c := newCentre(t, srv.URL())
+	var got applied
+	gate := make(chan struct{})
+	apply := func(u schemas.ThrottleUpdate) {
+		if u.Gateways == 99 {
+			<-gate // a gateway with no time for updates
+		}
+		got.apply(u)
+	}
+	nc := connect(t, srv.URL())
+	start(t, newFeed(t, fast(Config{Gateway: "g1"}), nc, apply, isSynced, embeddedtest.Log(t)))
+	eventually(t, "the first snapshot", func() bool { return got.count(snapshots) == 1 })
+	c.push("g1", &schemas.ThrottleUpdate{Gateways: 99, TTL: time.Minute})
+	b, err := schemas.EncodeThrottleUpdate(&schemas.ThrottleUpdate{Gateways: 2, TTL: time.Minute})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for range queue + 100 {
+		if err := c.nc.Publish(schemas.ThrottlePrefix+"g1", b); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := c.nc.Flush(); err != nil {
+		t.Fatal(err)
+	}
+	if err := nc.Flush(); err != nil { // the gateway's connection has read them all
+		t.Fatal(err)
+	}
+	close(gate)
+	eventually(t, "another snapshot", func() bool { return got.count(snapshots) > 1 })
+}
+
 func TestUpdatesOfOtherGatewaysAndRubbishAreIgnored(t *testing.T) {
 	srv := embeddedtest.NATS(t)
 	c := newCentre(t, srv.URL())
