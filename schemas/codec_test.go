@@ -277,7 +277,7 @@ func TestBadReports(t *testing.T) {
 		{"JSON array", subject, ContentJSON, `[1]`, ReasonMalformed, ""},
 		{"JSON null", subject, ContentJSON, `null`, ReasonInvalid, "boot"},
 		{"unknown field", subject, ContentJSON, `{"boot":"b","seq":1,"burts":5}`, ReasonMalformed, ""},
-		{"unknown field within", subject, ContentJSON, entry(`{` + good + `,"alowed":5}`), ReasonMalformed, ""},
+		{"unknown field within", subject, ContentJSON, entry(`{` + good + `,"allow":5}`), ReasonMalformed, ""},
 		{"content type", subject, "text/plain", smallest, ReasonMalformed, "Content-Type"},
 		{"JSON that is not UTF-8", subject, ContentJSON, entry("{\"ts\":\"2026-11-29T10:00:00Z\",\"tenant\":\"\xff\",\"route\":\"r\"}"), ReasonMalformed, ""},
 		{"2 MiB", subject, ContentJSON, smallest + strings.Repeat(" ", 2<<20), ReasonSize, ""},

@@ -180,7 +180,7 @@ func TestSchemaAndDecoderAgree(t *testing.T) {
 		{usage(`,"allowed":-1`), false},
 		{usage(`,"allowed":1.5`), false},
 		{usage(`,"allowed":"1"`), false},
-		{usage(`,"alowed":1`), false},
+		{usage(`,"allow":1`), false},
 		{usage(`,"rule":"` + strings.Repeat("x", 257) + `"`), false},
 		{`{"boot":"b"}`, false},
 		{`{"boot":"b","seq":0}`, false},

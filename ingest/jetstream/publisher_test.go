@@ -255,7 +255,7 @@ func TestPublisherTellsWhyAReportIsNotStored(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		publish(t, p, report("b", 1, make([]uint64, 500)...))
+		_ = publish(t, p, report("b", 1, make([]uint64, 500)...))
 		counts(t, m, "full")
 		if err := p.Publish(t.Context(), report("b", 2, 1)); err != nil { // there is room for a small one
 			t.Fatal(err)
@@ -272,10 +272,10 @@ func TestPublisherTellsWhyAReportIsNotStored(t *testing.T) {
 			t.Fatal(err)
 		}
 		p.known = true
-		publish(t, p, report("b", 1, 1))
+		_ = publish(t, p, report("b", 1, 1))
 		counts(t, m, "no_stream")
 		p.known = false
-		publish(t, p, report("b", 1, 1))
+		_ = publish(t, p, report("b", 1, 1))
 	})
 	t.Run("disconnected", func(t *testing.T) {
 		url, _, _ := start(t)
@@ -289,7 +289,7 @@ func TestPublisherTellsWhyAReportIsNotStored(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		publish(t, p, report("b", 1, 1))
+		_ = publish(t, p, report("b", 1, 1))
 		counts(t, m, "disconnected")
 	})
 	t.Run("too large", func(t *testing.T) {
@@ -325,7 +325,7 @@ func TestPublisherTellsWhyAReportIsNotStored(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		publish(t, p, report("b", 1, 1))
+		_ = publish(t, p, report("b", 1, 1))
 		counts(t, m, "permission")
 		if n := testutil.ToFloat64(natsMetrics.Errors.WithLabelValues("permission")); n == 0 {
 			t.Error("weir_nats_errors_total{reason=permission} = 0, want it counted")

@@ -105,11 +105,11 @@ func ConnectCheck(ctx context.Context, cfg Config, log *slog.Logger, m *Metrics)
 		case err == nil:
 			return nc, nil
 		case isAuth(err):
-			return nil, fmt.Errorf("NATS at %s: %w: it refuses the credentials (%v): check user and password", l.where, ErrUnreachable, err)
+			return nil, fmt.Errorf("NATS at %s: %w: it refuses the credentials (%w): check user and password", l.where, ErrUnreachable, err)
 		}
 		select {
 		case <-ctx.Done():
-			return nil, fmt.Errorf("NATS at %s: %w: %v", l.where, ErrUnreachable, err)
+			return nil, fmt.Errorf("NATS at %s: %w: %w", l.where, ErrUnreachable, err)
 		case <-time.After(min(cfg.RetryWait, 200*time.Millisecond)):
 		}
 	}
@@ -192,7 +192,8 @@ func (l *link) options() []nats.Option {
 		nats.ReconnectJitter(l.cfg.RetryWait, l.cfg.RetryWait),
 		// A buffer would send old heartbeats and shares late, and make publishers wait for a time-out.
 		nats.ReconnectBufSize(-1),
-		nats.PingInterval(10 * time.Second),
+		// A peer that is gone without a word is noticed in six seconds; until then a gateway cannot report and hears nothing.
+		nats.PingInterval(2 * time.Second),
 		nats.MaxPingsOutstanding(2),
 		nats.ConnectHandler(func(nc *nats.Conn) { l.up() }),
 		nats.ReconnectHandler(func(nc *nats.Conn) { l.up() }),
