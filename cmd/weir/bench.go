@@ -3,6 +3,7 @@ package main
 import (
 	"encoding/json"
 	"io"
+	"path/filepath"
 
 	"github.com/spf13/cobra"
 
@@ -24,6 +25,7 @@ func benchCommand() *cobra.Command {
 func benchAccuracyCommand() *cobra.Command {
 	var cfg accuracy.Config
 	var sim bool
+	var charts, doc string
 	var out output
 	cmd := &cobra.Command{
 		Use:   "accuracy",
@@ -37,11 +39,24 @@ in virtual time over a modelled network, and gives the same result for the same 
 			if err := out.validate(); err != nil {
 				return err
 			}
+			if doc != "" && charts == "" {
+				return usagef("--doc shows charts: say where with --svg")
+			}
 			bar := newProgress(cmd.ErrOrStderr())
 			res, err := accuracy.Simulate(cmd.Context(), cfg, func(done, total int) { bar.show("simulated", done, total) })
 			bar.end()
 			if err != nil {
 				return err
+			}
+			if charts != "" {
+				if err := res.WriteCharts(charts); err != nil {
+					return err
+				}
+			}
+			if doc != "" {
+				if err := res.WriteDoc(doc, filepath.Base(charts)); err != nil {
+					return err
+				}
 			}
 			return writeResult(cmd.OutOrStdout(), out, func(w io.Writer) error {
 				enc := json.NewEncoder(w)
@@ -55,6 +70,8 @@ in virtual time over a modelled network, and gives the same result for the same 
 	f.Uint64Var(&cfg.Seed, "seed", 1, "seed of all random choices")
 	f.StringSliceVar(&cfg.Scenarios, "scenario", nil, "only this scenario, repeatable")
 	f.StringSliceVar(&cfg.Modes, "mode", nil, "only this mode, repeatable")
+	f.StringVar(&charts, "svg", "", "folder to write one chart per scenario to")
+	f.StringVar(&doc, "doc", "", "Markdown file beside that folder, to write tables and charts into")
 	out.bind(cmd)
 	return cmd
 }

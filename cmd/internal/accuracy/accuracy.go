@@ -49,7 +49,7 @@ type Config struct {
 type Row struct {
 	Scenario string   `json:"scenario"`
 	Mode     string   `json:"mode"`
-	Limit    int      `json:"limit"`         // what the limit allows in all that time: rate·t + burst, for each key
+	Limit    int      `json:"limit"`         // what the limit allows in all that time: rate·t + burst, for each key that came
 	Demand   int      `json:"demand"`        // requests that came
 	Admitted int      `json:"admitted"`      // of them
 	Over     float64  `json:"over"`          // admitted above a perfect bucket, second by second and key by key, as a part of what that bucket admitted
@@ -59,7 +59,7 @@ type Row struct {
 	Perfect  int     `json:"perfect"` // requests that the perfect bucket admitted
 	Rate     float64 `json:"rate"`    // of the limit of each key, per second
 	Burst    int64   `json:"burst"`
-	Keys     int     `json:"keys"`
+	Keys     int     `json:"keys"`     // that came
 	Gateways int     `json:"gateways"` // at the start
 	Seconds  int     `json:"seconds"`
 	Messages float64 `json:"messages_per_gateway_s"` // that gateways sent or were sent, to keep the limit
@@ -88,6 +88,7 @@ type prepared struct {
 	scenario
 	once     sync.Once
 	arrivals []arrival
+	asked    int // keys that are in the arrivals
 	perfect  []bool
 	series   []float64 // of the perfect bucket
 	mu       sync.Mutex
@@ -185,9 +186,22 @@ func known(kind string, asked, names []string) error {
 func (p *prepared) prepare(seed uint64) {
 	p.once.Do(func() {
 		p.arrivals = p.generate(seed)
+		p.asked = distinct(p.arrivals, p.keys)
 		p.perfect = ideal(&p.scenario, p.arrivals)
-		p.series = series(p.arrivals, p.perfect, p.seconds, p.bin)
+		p.series = series(p.arrivals, p.perfect, p.from, p.to, p.bin)
 	})
+}
+
+// distinct counts the keys that are asked for.
+func distinct(arrivals []arrival, keys int) int {
+	seen, n := make([]bool, keys), 0
+	for i := range arrivals {
+		if k := arrivals[i].key; !seen[k] {
+			seen[k] = true
+			n++
+		}
+	}
+	return n
 }
 
 // release forgets the arrivals after the last job.
@@ -209,12 +223,12 @@ func (j *job) run(seed uint64) {
 	r := compare(p.arrivals, p.keys, w.admitted, p.perfect)
 	seconds := float64(p.seconds)
 	perGateway := seconds * float64(p.gateways)
-	j.row = Row{Scenario: p.name, Mode: j.mode, Limit: p.keys * int(float64(p.burst)+math.Floor(p.perSecond()*seconds+1e-9)),
+	j.row = Row{Scenario: p.name, Mode: j.mode, Limit: p.asked * int(float64(p.burst)+math.Floor(p.perSecond()*seconds+1e-9)),
 		Demand: len(p.arrivals), Admitted: r.admitted, Perfect: r.perfect,
 		Over: part(r.over, r.perfect), Under: part(r.under, r.perfect),
-		Rate: p.perSecond(), Burst: p.burst, Keys: p.keys, Gateways: p.gateways, Seconds: p.seconds,
+		Rate: p.perSecond(), Burst: p.burst, Keys: p.asked, Gateways: p.gateways, Seconds: p.seconds,
 		Messages: round(float64(w.traffic.messages)/perGateway, 2), Bytes: math.Round(float64(w.traffic.bytes) / perGateway),
-		Redis: round(float64(w.traffic.redis)/seconds, 2), series: series(p.arrivals, w.admitted, p.seconds, p.bin)}
+		Redis: round(float64(w.traffic.redis)/seconds, 2), series: series(p.arrivals, w.admitted, p.from, p.to, p.bin)}
 	if lag, ok := p99(usable(p.arrivals, p.steps, w.admitted, p.perfect)); ok {
 		v := round(float64(lag)/float64(ms), 1)
 		j.row.Usable = &v
@@ -242,7 +256,7 @@ func gather(ready []*prepared, jobs []*job) *Result {
 		res.Rows = append(res.Rows, j.row)
 	}
 	for _, p := range ready {
-		c := chart{name: p.name, title: p.title, bin: p.bin, perfect: p.series}
+		c := chart{name: p.name, title: p.title, from: p.from, bin: p.bin, perfect: p.series}
 		for i := range res.Rows {
 			if r := &res.Rows[i]; r.Scenario == p.name {
 				c.lines = append(c.lines, line{r.Mode, r.series})

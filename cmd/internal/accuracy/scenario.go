@@ -12,20 +12,20 @@ import (
 
 // scenario is traffic on a fleet, and what goes wrong meanwhile.
 type scenario struct {
-	name, title string
-	gateways    int // that there are at the start
-	most        int // with those that join later
-	keys        int // each has the whole limit
-	tokens      int64
-	per         time.Duration // tokens per this
-	burst       int64
-	seconds     int
-	loss        float64 // part of the messages that are lost
-	clocks      bool    // wall clocks are 5 s off, half of them ahead and half behind
-	happenings  []happening
-	steps       []span                      // a demand on one gateway where there was none
-	fill        func(*scenario, *generator) // makes the arrivals, and the steps
-	bin         time.Duration               // of the chart; a second if none
+	name, title   string
+	gateways      int // that there are at the start
+	most          int // with those that join later
+	keys          int // each has the whole limit
+	tokens        int64
+	per           time.Duration // tokens per this
+	burst         int64
+	seconds       int
+	loss          float64 // part of the messages that are lost
+	clocks        bool    // wall clocks are 5 s off, half of them ahead and half behind
+	happenings    []happening
+	steps         []span                      // a demand on one gateway where there was none
+	fill          func(*scenario, *generator) // makes the arrivals, and the steps
+	from, to, bin time.Duration               // of the chart: all of the time, by the second, where nothing is said
 }
 
 type span struct{ from, to int64 }
@@ -122,7 +122,7 @@ func scenarios() []scenario {
 		skewed("steady-skew-light", "The same with 0.9 × the limit: nothing need be refused", 10, 0.9),
 		skewed("steady-skew-2", "Steady load, 90 % of it on one of 2 gateways, 1.5 × the limit", 2, 1.5),
 		skewed("steady-skew-50", "Steady load, 90 % of it on one of 50 gateways, 1.5 × the limit", 50, 1.5),
-		{name: "step", title: "100 steps from idle to 10 × the limit on one of 5 gateways", gateways: 5, seconds: 700, fill: func(sc *scenario, g *generator) {
+		{name: "step", title: "100 steps from idle to 10 × the limit on one of 5 gateways", gateways: 5, seconds: 700, to: 30 * time.Second, bin: 250 * time.Millisecond, fill: func(sc *scenario, g *generator) {
 			for t, n := 2.0, 0; n < 100; n++ {
 				t += 3 + 3*g.rng.Float64()
 				g.flow(g.rng.IntN(5), 0, 10*sc.perSecond(), t, t+2)
@@ -130,12 +130,12 @@ func scenarios() []scenario {
 				t += 2
 			}
 		}},
-		{name: "moving-hotspot", title: "2 × the limit, all of it on one of 10 gateways, another one each second", gateways: 10, seconds: 60, fill: func(sc *scenario, g *generator) {
+		{name: "moving-hotspot", title: "2 × the limit, all of it on one of 10 gateways, another one each second", gateways: 10, seconds: 60, from: 10 * time.Second, to: 30 * time.Second, bin: 250 * time.Millisecond, fill: func(sc *scenario, g *generator) {
 			for t := range 60 {
 				g.flow(t*3%10, 0, 2*sc.perSecond(), float64(t), float64(t+1))
 			}
 		}},
-		{name: "flash-crowd", title: "From idle to 10 × the limit on all of 10 gateways at once, three times", gateways: 10, seconds: 45, fill: func(sc *scenario, g *generator) {
+		{name: "flash-crowd", title: "From idle to 10 × the limit on all of 10 gateways at once, three times", gateways: 10, seconds: 45, to: 30 * time.Second, bin: 250 * time.Millisecond, fill: func(sc *scenario, g *generator) {
 			for _, t := range []float64{2, 17, 32} {
 				g.even(10, 10*sc.perSecond(), t, t+8)
 			}
@@ -178,18 +178,18 @@ func scenarios() []scenario {
 				g.even(10, 0.75*sc.perSecond(), 0, 30)
 				g.flow(1, 0, 0.75*sc.perSecond(), 0, 30)
 			}},
-		{name: "tiny", title: "3 per minute, burst 1, 5 gateways, 2 requests a second for 10 minutes", gateways: 5, seconds: 600, tokens: 3, per: time.Minute, burst: 1, bin: 20 * time.Second,
+		{name: "tiny", title: "3 per minute, burst 1, 5 gateways, 2 requests a second for 10 minutes", gateways: 5, seconds: 600, tokens: 3, per: time.Minute, burst: 1, bin: time.Minute,
 			fill: func(sc *scenario, g *generator) { g.even(5, 2, 0, 600) }},
-		{name: "cold-keys", title: "100 hot keys at 2 × their limit of 100 per second, and 1 M cold ones that come once in 100 s; 10 gateways", gateways: 10, seconds: 20, keys: coldKeys + hotKeys, tokens: 100, burst: 100,
+		{name: "cold-keys", title: "100 hot keys at 2 × their limit of 100 per second, and 1 M cold ones that come once in 100 s; 10 gateways", gateways: 10, seconds: 10, keys: coldKeys + hotKeys, tokens: 100, burst: 100,
 			fill: func(sc *scenario, g *generator) {
 				for k := range hotKeys { // three gateways in ten have a hot key's traffic, unevenly
 					for i, part := range []float64{0.7, 0.2, 0.1} {
-						g.flow((k+3*i)%10, k, part*2*sc.perSecond(), 0, 20)
+						g.flow((k+3*i)%10, k, part*2*sc.perSecond(), 0, 10)
 					}
 				}
 				for i := range 10 {
 					first := len(g.arrivals)
-					g.flow(i, 0, coldKeys/100/10, 0, 20)
+					g.flow(i, 0, coldKeys/100/10, 0, 10)
 					for n := range g.arrivals[first:] {
 						g.arrivals[first+n].key = hotKeys + g.rng.Int32N(coldKeys)
 					}
@@ -203,6 +203,7 @@ func scenarios() []scenario {
 		sc.per = cmp.Or(sc.per, time.Second)
 		sc.tokens = cmp.Or(sc.tokens, 1000)
 		sc.burst = cmp.Or(sc.burst, 1000)
+		sc.to = cmp.Or(sc.to, time.Duration(sc.seconds)*time.Second)
 		sc.bin = cmp.Or(sc.bin, time.Second)
 	}
 	return all

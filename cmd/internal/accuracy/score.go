@@ -91,13 +91,12 @@ func p99(d []time.Duration) (time.Duration, bool) {
 	return sorted[int(math.Ceil(0.99*float64(len(d))))-1], true
 }
 
-// series counts admissions per bin, as a rate per second.
-func series(arrivals []arrival, admitted []bool, seconds int, bin time.Duration) []float64 {
-	n := int((int64(seconds)*s + int64(bin) - 1) / int64(bin))
-	rates := make([]float64, n)
+// series counts admissions from one time to another by bin, as rates per second.
+func series(arrivals []arrival, admitted []bool, from, to, bin time.Duration) []float64 {
+	rates := make([]float64, int((to-from)/bin))
 	for i := range arrivals {
-		if admitted[i] {
-			rates[arrivals[i].at/int64(bin)] += 1 / bin.Seconds()
+		if n := int((time.Duration(arrivals[i].at) - from) / bin); admitted[i] && arrivals[i].at >= int64(from) && n < len(rates) {
+			rates[n] += 1 / bin.Seconds()
 		}
 	}
 	return rates
