@@ -4,6 +4,8 @@ import (
 	"encoding/json"
 	"fmt"
 	"math/rand/v2"
+	"os"
+	"os/exec"
 	"reflect"
 	"slices"
 	"strings"
@@ -284,50 +286,66 @@ func TestAnswersAsJSON(t *testing.T) {
 	}
 }
 
-// B036: an instant is the same instant whatever zones the process and the server live in.
+// B036: an instant is the same instant whatever zones the process and the server live in. The test runs itself as a
+// process of each zone, since a Go process reads its own zone once.
 func TestB036TimeZones(t *testing.T) {
-	for _, zones := range [][2]string{{"Asia/Shanghai", "America/New_York"}, {"UTC", "UTC"}} {
-		t.Run(zones[0], func(t *testing.T) {
-			t.Setenv("TZ", zones[0]) // the server's
-			local, err := time.LoadLocation(zones[1])
-			if err != nil {
-				t.Fatal(err)
-			}
-			defer func(l *time.Location) { time.Local = l }(time.Local)
-			time.Local = local
-			s := fresh(t)
-			var zone string
-			if err := s.conn.QueryRow(t.Context(), "SELECT timezone()").Scan(&zone); err != nil || zone != zones[0] {
-				t.Fatalf("the server's time zone is %q, %v, want %s", zone, err, zones[0])
-			}
-			r := reportAt("a", 1, noon, 2)
-			r.Usage[0].Time = time.Date(2025, 7, 1, 0, 30, 0, 129e6, time.UTC).Local()
-			r.Usage[1].Time = time.Date(2025, 6, 30, 16, 30, 0, 0, time.UTC).Local()
-			r.Usage[0].Allowed, r.Usage[1].Allowed = 1, 1
-			store(t, s, batchOf(1, r))
-			if got := number(t, s, "(SELECT max(toUnixTimestamp64Milli(ts)) FROM usage)"); got != 1751329800129 {
-				t.Errorf("ts = %d, want 1751329800129", got)
-			}
-			for month, want := range map[time.Month]uint64{time.June: 1, time.July: 1, time.August: 0} {
-				from := time.Date(2025, month, 1, 0, 0, 0, 0, time.UTC)
-				total, err := s.Totals(t.Context(), from.Local(), from.AddDate(0, 1, 0).Local())
-				if err != nil || total.Requests != want {
-					t.Errorf("Totals of %s = %d, %v, want %d", month, total.Requests, err, want)
-				}
-				top, err := s.Top(t.Context(), from.Local(), from.AddDate(0, 1, 0).Local(), 5, ByRequests) // from the days
-				if err != nil || uint64(len(top)) != want {
-					t.Errorf("Top of %s = %+v, %v, want %d tenants", month, top, err, want)
-				}
-			}
-			got, err := s.Tenant(t.Context(), "tenant-0", time.Date(2025, 7, 1, 0, 0, 0, 0, time.UTC).Local(), time.Date(2025, 7, 2, 0, 0, 0, 0, time.UTC), 30*time.Minute)
-			if err != nil || len(got.Points) != 1 || got.Points[0].Time != time.Date(2025, 7, 1, 0, 30, 0, 0, time.UTC) {
-				t.Errorf("Tenant = %+v, %v, want one point at 00:30 UTC", got, err)
-			}
-			if problems := s.Problems(t.Context()); len(problems) != 0 {
-				t.Errorf("Problems = %q, want none", problems)
-			}
-		})
+	const inner, serverZone = "WEIR_TEST_B036", "WEIR_TEST_B036_SERVER"
+	if os.Getenv(inner) != "" {
+		time.Now().Zone()                     // reads this process's zone
+		t.Setenv("TZ", os.Getenv(serverZone)) // the server is a child of this process
+		checkB036(t, os.Getenv(serverZone))
+		return
 	}
+	self, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, zones := range [][2]string{{"Asia/Shanghai", "America/New_York"}, {"UTC", "UTC"}} {
+		cmd := exec.Command(self, "-test.run=^TestB036TimeZones$", "-test.v")
+		cmd.Env = append(os.Environ(), inner+"=1", serverZone+"="+zones[0], "TZ="+zones[1])
+		if out, err := cmd.CombinedOutput(); err != nil || !strings.Contains(string(out), "ms of "+zones[1]) {
+			t.Errorf("server in %s, process in %s: %v\n%s", zones[0], zones[1], err, out)
+		}
+	}
+}
+
+func checkB036(t *testing.T, serverZone string) {
+	s := fresh(t)
+	var zone string
+	if err := s.conn.QueryRow(t.Context(), "SELECT timezone()").Scan(&zone); err != nil || zone != serverZone {
+		t.Fatalf("the server's time zone is %q, %v, want %s", zone, err, serverZone)
+	}
+	r := reportAt("a", 1, noon, 2)
+	r.Usage[0].Time = time.Date(2025, 7, 1, 0, 30, 0, 129e6, time.UTC).Local()
+	r.Usage[1].Time = time.Date(2025, 6, 30, 16, 30, 0, 0, time.UTC).Local()
+	r.Usage[0].Allowed, r.Usage[1].Allowed = 1, 1
+	store(t, s, batchOf(1, r))
+	if got := number(t, s, "(SELECT max(toUnixTimestamp64Milli(ts)) FROM usage)"); got != 1751329800129 {
+		t.Errorf("ts = %d, want 1751329800129", got)
+	}
+	for month, want := range map[time.Month]uint64{time.June: 1, time.July: 1, time.August: 0} {
+		from := time.Date(2025, month, 1, 0, 0, 0, 0, time.UTC)
+		total, err := s.Totals(t.Context(), from.Local(), from.AddDate(0, 1, 0).Local())
+		if err != nil || total.Requests != want {
+			t.Errorf("Totals of %s = %d, %v, want %d", month, total.Requests, err, want)
+		}
+		top, err := s.Top(t.Context(), from.Local(), from.AddDate(0, 1, 0).Local(), 5, ByRequests) // from the days
+		if err != nil || uint64(len(top)) != want {
+			t.Errorf("Top of %s = %+v, %v, want %d tenants", month, top, err, want)
+		}
+	}
+	got, err := s.Tenant(t.Context(), "tenant-0", time.Date(2025, 7, 1, 0, 0, 0, 0, time.UTC).Local(), time.Date(2025, 7, 2, 0, 0, 0, 0, time.UTC), 30*time.Minute)
+	if err != nil || len(got.Points) != 1 || got.Points[0].Time != time.Date(2025, 7, 1, 0, 30, 0, 0, time.UTC) {
+		t.Errorf("Tenant = %+v, %v, want one point at 00:30 UTC", got, err)
+	}
+	if problems := s.Problems(t.Context()); len(problems) != 0 {
+		t.Errorf("Problems = %q, want none", problems)
+	}
+	name := "UTC"
+	if _, offset := r.Usage[0].Time.Zone(); offset == -4*3600 {
+		name = "America/New_York"
+	}
+	t.Logf("%d ms of %s", r.Usage[0].Time.UnixMilli(), name)
 }
 
 // B072: what callers choose is not LowCardinality: it is neither bounded nor short.
@@ -347,7 +365,7 @@ func TestB072TenantsAreNotLowCardinality(t *testing.T) {
 // B073: sums are of integers: a million times one unit is a million, every time, and the sum of its parts.
 func TestB073SumsAreExact(t *testing.T) {
 	s := fresh(t)
-	exec(t, s, `INSERT INTO usage (ts, gateway, boot, seq, entry, tenant, route, allowed, cost)
+	run(t, s, `INSERT INTO usage (ts, gateway, boot, seq, entry, tenant, route, allowed, cost)
 		SELECT toDateTime64('2026-11-15 12:00:00', 3, 'UTC') + toIntervalSecond(number % 600), 'a', 'b', intDiv(number, 500), number % 500, 'tenant-' || toString(number % 10), 'orders', 1, 1 FROM numbers(1000000)`)
 	for range 3 {
 		for range 5 {
@@ -367,19 +385,19 @@ func TestB073SumsAreExact(t *testing.T) {
 				}
 			}
 		}
-		exec(t, s, "OPTIMIZE TABLE usage FINAL")
+		run(t, s, "OPTIMIZE TABLE usage FINAL")
 	}
 }
 
 func BenchmarkQueries(b *testing.B) {
 	s := open(b, embeddedtest.ClickHouse(b).URL()+"?read_timeout=10m")
 	const rows = 2_000_000
-	exec(b, s, fmt.Sprintf(`INSERT INTO usage (ts, gateway, boot, seq, entry, tenant, route, rule, layer, allowed, rejected, cost, received)
+	run(b, s, fmt.Sprintf(`INSERT INTO usage (ts, gateway, boot, seq, entry, tenant, route, rule, layer, allowed, rejected, cost, received)
 		SELECT toDateTime64('2026-11-01 00:00:00', 3, 'UTC') + toIntervalMillisecond(number * 1200) AS ts, 'gw-' || toString(number %% 3), 'boot-' || toString(number %% 3),
 			intDiv(number, 1500), intDiv(number, 3) %% 500, 'tenant-' || toString(toUInt64(pow(cityHash64(number) %% 1000000 / 1000000., 3) * 5000)),
 			['export', 'orders', 'other'][1 + cityHash64(number, 1) %% 3], number %% 10 = 0 ? 'contract' : '', number %% 10 = 0 ? 'contract' : '',
 			number %% 10 = 0 ? 0 : number %% 40, number %% 10 = 0 ? number %% 7 : 0, number %% 40, ts FROM numbers(%d)`, rows))
-	exec(b, s, fmt.Sprintf(`INSERT INTO tokens (ts, gateway, boot, seq, entry, rule, layer, key, tenant, mode, rate_nanos, capacity, taken, tokens_min, tokens_last, received)
+	run(b, s, fmt.Sprintf(`INSERT INTO tokens (ts, gateway, boot, seq, entry, rule, layer, key, tenant, mode, rate_nanos, capacity, taken, tokens_min, tokens_last, received)
 		SELECT toDateTime64('2026-11-01 00:00:00', 3, 'UTC') + toIntervalMillisecond(number * 1200) AS ts, 'gw-' || toString(number %% 3), 'boot-' || toString(number %% 3),
 			intDiv(number, 1500), intDiv(number, 3) %% 500, 'contract', 'contract', 'tenant-' || toString(intDiv(number, 3) %% 50) AS key, key, 'enforce', 5000000000, 10, 1, number %% 10, number %% 10, now()
 			FROM numbers(%d)`, rows))

@@ -54,7 +54,7 @@ func number(t testing.TB, s *Store, sql string) uint64 {
 	return n
 }
 
-func exec(t testing.TB, s *Store, sql string) {
+func run(t testing.TB, s *Store, sql string) {
 	t.Helper()
 	if err := s.conn.Exec(t.Context(), sql); err != nil {
 		t.Fatalf("%s: %v", sql, err)
@@ -150,7 +150,7 @@ func TestMigrateIsIdempotentAndChecked(t *testing.T) {
 	wantUsage(t, s, 2, 6)
 
 	// A crash between the statements of a migration and the note that it was applied.
-	exec(t, s, "DELETE FROM schema_migrations WHERE version = 4 SETTINGS mutations_sync = 2")
+	run(t, s, "DELETE FROM schema_migrations WHERE version = 4 SETTINGS mutations_sync = 2")
 	if err := s.Check(ctx); !errors.Is(err, ErrSchema) || !strings.Contains(err.Error(), "is at 3 and this weir wants 4: run weir migrate") {
 		t.Errorf("Check of an older schema = %v", err)
 	}
@@ -158,12 +158,12 @@ func TestMigrateIsIdempotentAndChecked(t *testing.T) {
 		t.Errorf("Migrate again after a crash = %v", err)
 	}
 
-	exec(t, s, "INSERT INTO schema_migrations (version, name, checksum) VALUES (5, '0005_future', 'x')")
+	run(t, s, "INSERT INTO schema_migrations (version, name, checksum) VALUES (5, '0005_future', 'x')")
 	if err := s.Check(ctx); !errors.Is(err, ErrSchemaNewer) || !errors.Is(err, ErrSchema) {
 		t.Errorf("Check of a newer schema = %v, want ErrSchemaNewer", err)
 	}
-	exec(t, s, "DELETE FROM schema_migrations WHERE version >= 4 SETTINGS mutations_sync = 2")
-	exec(t, s, "INSERT INTO schema_migrations (version, name, checksum) VALUES (4, '0004_events', 'x')")
+	run(t, s, "DELETE FROM schema_migrations WHERE version >= 4 SETTINGS mutations_sync = 2")
+	run(t, s, "INSERT INTO schema_migrations (version, name, checksum) VALUES (4, '0004_events', 'x')")
 	if err := s.Check(ctx); !errors.Is(err, ErrSchema) || !strings.Contains(err.Error(), "0004_events was applied with other text") {
 		t.Errorf("Check of a changed migration = %v", err)
 	}
@@ -320,7 +320,7 @@ func TestErrorsAreOneClearTypedLine(t *testing.T) {
 // What the server refuses for good has its own type; what may pass has not.
 func TestRefusedForGoodAndTooManyParts(t *testing.T) {
 	s := fresh(t)
-	exec(t, s, "ALTER TABLE usage ADD CONSTRAINT no_devil CHECK tenant != 'devil'")
+	run(t, s, "ALTER TABLE usage ADD CONSTRAINT no_devil CHECK tenant != 'devil'")
 	bad := reportAt("a", 1, noon, 1)
 	bad.Usage[0].Tenant = "devil"
 	if err := s.Reports(t.Context(), batchOf(1, bad)); !errors.Is(err, ErrRefused) {
@@ -328,15 +328,15 @@ func TestRefusedForGoodAndTooManyParts(t *testing.T) {
 	}
 
 	// B038: code 252 passes; the caller keeps the batch, and the count is exact in the end.
-	exec(t, s, "SYSTEM STOP MERGES usage")
+	run(t, s, "SYSTEM STOP MERGES usage")
 	store(t, s, batchOf(2, reportAt("b", 1, noon, 2)))
-	exec(t, s, "ALTER TABLE usage MODIFY SETTING parts_to_throw_insert = 1, parts_to_delay_insert = 1000")
+	run(t, s, "ALTER TABLE usage MODIFY SETTING parts_to_throw_insert = 1, parts_to_delay_insert = 1000")
 	b := batchOf(3, reportAt("b", 2, noon, 2))
 	err := s.Reports(t.Context(), b)
 	if ex, ok := errors.AsType[*ch.Exception](err); !ok || ex.Code != 252 || errors.Is(err, ErrRefused) || errors.Is(err, ErrUnreachable) {
 		t.Errorf("Reports with too many parts = %v, want code 252 and no kind", err)
 	}
-	exec(t, s, "ALTER TABLE usage MODIFY SETTING parts_to_throw_insert = 3000")
+	run(t, s, "ALTER TABLE usage MODIFY SETTING parts_to_throw_insert = 3000")
 	store(t, s, b)
 	wantUsage(t, s, 4, 12)
 }
@@ -346,10 +346,10 @@ func TestProblems(t *testing.T) {
 	if got := s.Problems(t.Context()); len(got) != 0 {
 		t.Errorf("Problems of a good server = %q, want none", got)
 	}
-	exec(t, s, "ALTER TABLE usage_1h MODIFY SETTING non_replicated_deduplication_window = 0")
-	exec(t, s, "ALTER TABLE usage RESET SETTING fsync_after_insert")
-	exec(t, s, "ALTER TABLE gateways ADD COLUMN seen DateTime")
-	exec(t, s, "DELETE FROM schema_migrations WHERE version = 4 SETTINGS mutations_sync = 2")
+	run(t, s, "ALTER TABLE usage_1h MODIFY SETTING non_replicated_deduplication_window = 0")
+	run(t, s, "ALTER TABLE usage RESET SETTING fsync_after_insert")
+	run(t, s, "ALTER TABLE gateways ADD COLUMN seen DateTime")
+	run(t, s, "DELETE FROM schema_migrations WHERE version = 4 SETTINGS mutations_sync = 2")
 	want := []string{"run weir migrate", "table usage has no fsync_after_insert", "table usage_1h has no non_replicated_deduplication_window", "column gateways.seen is DateTime"}
 	got := s.Problems(t.Context())
 	if len(got) != len(want) {
