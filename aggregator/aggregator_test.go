@@ -569,6 +569,27 @@ func TestKeyComesToRest(t *testing.T) {
 	})
 }
 
+// TestRestAfterRestart: shares that were handed out before a restart come to rest without another report.
+func TestRestAfterRestart(t *testing.T) {
+	bubble(t, aggregator.Config{}, func(w *world) {
+		defer w.alive("g1", "g2")()
+		stop := w.run()
+		time.Sleep(2500 * time.Millisecond)
+		w.handle(w.report("g1", w.steady("g1", "acme", limit100, 5, 1995)))
+		w.expect("g1 99.2/59 demand, g2 0.8/1 newcomer")
+		time.Sleep(3 * time.Second) // a digest marks it as live
+		stop()
+		w.start()
+		w.beat("g1", "g2")
+		defer w.run()()
+		time.Sleep(15 * time.Second)
+		some := w.casts.take(false)
+		if got := show(some[len(some)-2:]); strings.Count(got, "50.0/30") != 2 {
+			t.Errorf("at last %s, want the even shares", got)
+		}
+	})
+}
+
 // TestGatewayThatMissedIsToldAgain: a report says what its gateway enforces; if that is not what it was told it is told again, but
 // not before it can have heard.
 func TestGatewayThatMissedIsToldAgain(t *testing.T) {

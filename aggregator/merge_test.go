@@ -1,0 +1,104 @@
+package aggregator
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"log/slog"
+	"strconv"
+	"testing"
+	"time"
+
+	"github.com/weirhq/weir/schemas"
+)
+
+// TestMerge: the reports of a batch become one use for each bucket, whatever their order and however often each is there.
+func TestMerge(t *testing.T) {
+	now := time.Date(2026, 11, 29, 10, 0, 0, 0, time.UTC)
+	report := func(seq, taken, refused, cum uint64, window, age time.Duration) schemas.Delivered[*schemas.Report] {
+		return schemas.Delivered[*schemas.Report]{Arrived: now.Add(-age), Value: &schemas.Report{Gateway: "g1", Boot: "b", Seq: seq, Tokens: []schemas.Tokens{
+			{Rule: "r", Key: "k", LimitRateNanos: 1e12, LimitBurst: 10, RateNanos: int64(seq), Capacity: 3, Taken: taken, Refused: refused, Cum: cum, Window: window}}}}
+	}
+	const ms = time.Millisecond
+	for _, tc := range []struct {
+		name  string
+		items []schemas.Delivered[*schemas.Report]
+		want  Use
+	}{
+		{"one", []schemas.Delivered[*schemas.Report]{report(1, 10, 5, 10, 100*ms, 0)},
+			Use{Seq: 1, Cum: 10, From: 0, DemandNanos: 150e9, Window: 200 * ms, Enforced: Limit{1, 3}}},
+		{"in order", []schemas.Delivered[*schemas.Report]{report(1, 10, 0, 10, 100*ms, 0), report(2, 5, 15, 15, 200*ms, 0)},
+			Use{Seq: 2, Cum: 15, From: 0, DemandNanos: 100e9, Window: 300 * ms, Enforced: Limit{2, 3}}},
+		{"out of order", []schemas.Delivered[*schemas.Report]{report(2, 5, 15, 15, 200*ms, 0), report(1, 10, 0, 10, 100*ms, 0)},
+			Use{Seq: 2, Cum: 15, From: 0, DemandNanos: 100e9, Window: 300 * ms, Enforced: Limit{2, 3}}},
+		{"twice, and a window too short for a rate", []schemas.Delivered[*schemas.Report]{report(7, 10, 0, 90, 10*ms, 0), report(7, 10, 0, 90, 10*ms, 0)},
+			Use{Seq: 7, Cum: 90, From: 80, DemandNanos: 100e9, Window: 110 * ms, Enforced: Limit{7, 3}}},
+		{"no window", []schemas.Delivered[*schemas.Report]{report(1, 10, 0, 10, 0, 0)},
+			Use{Seq: 1, Cum: 10, From: 0, DemandNanos: 10e9, Window: 100 * ms, Enforced: Limit{1, 3}}},
+		{"a long window", []schemas.Delivered[*schemas.Report]{report(1, 0, 60, 10, time.Minute, 0)},
+			Use{Seq: 1, Cum: 10, From: 10, DemandNanos: 1e9, Window: 10*time.Second + 100*ms, Enforced: Limit{1, 3}}},
+		{"late", []schemas.Delivered[*schemas.Report]{report(1, 10, 5, 10, 100*ms, time.Minute)}, Use{Cum: 10, From: 10, Settled: 10}},
+		{"late, then not", []schemas.Delivered[*schemas.Report]{report(1, 10, 5, 10, 100*ms, time.Minute), report(2, 5, 0, 15, 100*ms, 0)},
+			Use{Seq: 2, Cum: 15, From: 10, Settled: 10, DemandNanos: 50e9, Window: 200 * ms, Enforced: Limit{2, 3}}},
+		{"more than the whole limit", []schemas.Delivered[*schemas.Report]{report(1, 0, schemas.MaxCount, 0, 100*ms, 0)},
+			Use{Seq: 1, DemandNanos: 1e12, Window: 200 * ms, Enforced: Limit{1, 3}}},
+		{"taken more than ever", []schemas.Delivered[*schemas.Report]{report(1, 10, 0, 3, 100*ms, 0)},
+			Use{Seq: 1, Cum: 3, From: 0, DemandNanos: 100e9, Window: 200 * ms, Enforced: Limit{1, 3}}},
+	} {
+		tc.want.Gateway, tc.want.Boot = "g1", "b"
+		folds := merge(tc.items, now.Add(-30*time.Second))
+		if len(folds) != 1 || len(folds[0].Uses) != 1 || folds[0].Limit != (Limit{1e12, 10}) {
+			t.Errorf("%s: merge = %+v, want one use of one key", tc.name, folds)
+			continue
+		}
+		got := folds[0].Uses[0]
+		got.asked, got.span = 0, 0
+		if got != tc.want {
+			t.Errorf("%s: use\n got %+v\nwant %+v", tc.name, got, tc.want)
+		}
+	}
+}
+
+// nothing is a counter that knows every key, and a caster that casts nothing.
+type nothing struct{ version uint64 }
+
+func (n *nothing) Fold(_ context.Context, folds []Fold) ([]KeyState, error) {
+	states := make([]KeyState, len(folds))
+	for i := range folds {
+		n.version++
+		f := &folds[i]
+		states[i] = KeyState{Key: f.Key, Limit: f.Limit, LevelMicros: f.Limit.Burst * 1e6, Version: n.version,
+			Demands: []Demand{{Gateway: f.Uses[0].Gateway, RateNanos: f.Uses[0].DemandNanos, Since: 1}}}
+	}
+	return states, nil
+}
+func (*nothing) Mark(context.Context, []Key) error                           { return nil }
+func (*nothing) Live(context.Context) ([]KeyState, error)                    { return nil, nil }
+func (*nothing) Cast(context.Context, string, *schemas.ThrottleUpdate) error { return nil }
+
+// BenchmarkReports takes batches of 100 reports of 100 records from ten gateways, 2000 keys of which one in twenty is pressed, with
+// the counter and the caster stubbed.
+func BenchmarkReports(b *testing.B) {
+	const reports, records, keys = 100, 100, 2000
+	a := New(Config{Learn: -1}, &nothing{}, &nothing{}, slog.New(slog.NewTextHandler(io.Discard, nil)), nil)
+	var batch schemas.Batch[*schemas.Report]
+	for i := range reports {
+		r := &schemas.Report{Gateway: "gateway-" + strconv.Itoa(i%10), Boot: "01J0000000000000000000000A", Seq: uint64(i + 1)}
+		for j := range records {
+			k := (i*records + j) * 7919 % keys
+			taken := uint64(1)
+			if k%20 == 0 {
+				taken = 100
+			}
+			r.Tokens = append(r.Tokens, schemas.Tokens{Rule: "contract", Key: fmt.Sprint("tenant-", k), RateNanos: 8e9, Capacity: 16, LimitRateNanos: 80e9, LimitBurst: 160,
+				Taken: taken, Cum: uint64(i + 1), Window: 100 * time.Millisecond})
+		}
+		batch.Items = append(batch.Items, schemas.Delivered[*schemas.Report]{Seq: uint64(i), Arrived: time.Now(), Value: r})
+	}
+	for b.Loop() {
+		if err := a.Reports(context.Background(), batch); err != nil {
+			b.Fatal(err)
+		}
+	}
+	b.ReportMetric(float64(b.Elapsed().Nanoseconds())/float64(b.N*reports*records), "ns/record")
+}
