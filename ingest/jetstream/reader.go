@@ -102,7 +102,8 @@ type reader[T any] struct {
 }
 
 func newReader[T any](cfg Config, nc *nats.Conn, decode Decoder[T], log *slog.Logger, m *Metrics) (*reader[T], error) {
-	js, err := jetstream.New(nc)
+	// A question that a restarting server has not heard is asked again after this.
+	js, err := jetstream.New(nc, jetstream.WithDefaultTimeout(2*time.Second))
 	if err != nil {
 		return nil, err
 	}
