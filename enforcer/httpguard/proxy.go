@@ -35,7 +35,7 @@ func Proxy(upstream *url.URL, cfg ProxyConfig, policy func() *limits.Policy, log
 		cfg.IdleConns = 512
 	}
 	dialer := &net.Dialer{Timeout: cfg.DialTimeout}
-	return &httputil.ReverseProxy{
+	proxy := &httputil.ReverseProxy{
 		Rewrite: func(r *httputil.ProxyRequest) {
 			r.SetURL(upstream)
 			r.Out.Host = r.In.Host
@@ -56,7 +56,27 @@ func Proxy(upstream *url.URL, cfg ProxyConfig, policy func() *limits.Policy, log
 		ErrorLog:     slog.NewLogLogger(log.Handler(), slog.LevelDebug),
 		ErrorHandler: func(w http.ResponseWriter, r *http.Request, err error) { proxyError(w, r, err, log) },
 	}
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		h := w.Header()
+		proxy.ServeHTTP(&standing{w, h[policyField], h[limitField]}, r)
+	})
 }
+
+// standing keeps the RateLimit fields for the final answer: ReverseProxy clears all fields after an informational one.
+type standing struct {
+	http.ResponseWriter
+	policy, limit []string
+}
+
+func (s *standing) WriteHeader(code int) {
+	if h := s.Header(); code >= 200 && s.limit != nil && h[limitField] == nil {
+		h[policyField], h[limitField] = s.policy, s.limit
+	}
+	s.ResponseWriter.WriteHeader(code)
+}
+
+// Unwrap lets the proxy flush and hijack.
+func (s *standing) Unwrap() http.ResponseWriter { return s.ResponseWriter }
 
 // forward tells the upstream whom the request is from. ReverseProxy has taken away what the caller said of that.
 func forward(r *httputil.ProxyRequest, p *limits.Policy) {

@@ -273,6 +273,30 @@ func TestUpgradedConnectionsPass(t *testing.T) {
 	}
 }
 
+func TestInformationalAnswersPassAndTheFieldsStay(t *testing.T) {
+	up := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		w.Header().Set("Link", "</style.css>; rel=preload")
+		w.WriteHeader(http.StatusEarlyHints)
+		w.Header().Del("Link")
+		_, _ = io.WriteString(w, "hello")
+	}))
+	defer up.Close()
+	_, gw := gateway(t, "", up.URL, ProxyConfig{})
+	conn := dial(t, gw)
+	_, _ = io.WriteString(conn, "GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+	b, err := io.ReadAll(conn)
+	if err != nil {
+		t.Fatal(err)
+	}
+	early, final, _ := strings.Cut(string(b), "\r\n\r\n")
+	if !strings.HasPrefix(early, "HTTP/1.1 103 ") || !strings.Contains(early, "\r\nLink: </style.css>") {
+		t.Errorf("informational answer %q, want 103 with its link", early)
+	}
+	if !strings.HasPrefix(final, "HTTP/1.1 200 ") || !strings.Contains(final, "\r\nRatelimit: ") || !strings.Contains(final, "\r\nRatelimit-Policy: ") || !strings.HasSuffix(final, "hello") {
+		t.Errorf("final answer %q, want 200 with the RateLimit fields", final)
+	}
+}
+
 func dial(t testing.TB, target string) net.Conn {
 	t.Helper()
 	conn, err := net.Dial("tcp", strings.TrimPrefix(target, "http://"))
