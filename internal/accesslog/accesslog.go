@@ -149,8 +149,8 @@ func (r *Reader) Entries() iter.Seq2[Entry, error] {
 			if len(bytes.TrimSpace(line)) > 0 {
 				r.stats.Lines++
 				e, reason := r.parse(line)
-				switch {
-				case reason == "":
+				switch reason {
+				case "":
 					r.stats.Requests++
 					e.Line = r.line
 					if !yield(e, nil) {

@@ -56,7 +56,7 @@ func TestAStuckPartIsNamedAndNotWaitedFor(t *testing.T) {
 		t.Errorf("Stop = %v, want the name of what stuck", err)
 	}
 	<-told // even so the others were told
-	if again := s.Stop(time.Second); again != err {
+	if again := s.Stop(time.Second); !errors.Is(again, err) {
 		t.Errorf("second Stop = %v, want the same error", again)
 	}
 }
