@@ -178,13 +178,52 @@ func TestStandbyTakesOver(t *testing.T) {
 	start(t, natsfeed.New(natsfeed.Config{Tick: 20 * time.Millisecond, Poll: 100 * time.Millisecond}, nc2, js2, alerting.New(slow, m), embeddedtest.Log(t), m).Run)
 	g.set(90)
 	eventually(t, "its end", func() bool { return len(alerts(t, js, schemas.AlertsStream)) > 1 })
+	knows := func(n float64) func() bool {
+		return func() bool { return testutil.ToFloat64(m.Firing.WithLabelValues(alerting.LowTokens)) == n }
+	}
+	eventually(t, "the other one to know of the end", knows(0))
 	g.set(2)
 	eventually(t, "another alert", func() bool { return len(alerts(t, js, schemas.AlertsStream)) > 2 })
-	eventually(t, "the other one to know", func() bool { return testutil.ToFloat64(m.Firing.WithLabelValues(alerting.LowTokens)) == 1 })
+	eventually(t, "the other one to know", knows(1))
 	stop()
 	g.set(90)
 	eventually(t, "its end", func() bool { return len(alerts(t, js, schemas.AlertsStream)) > 3 })
 	wantTypes(t, alerts(t, js, schemas.AlertsStream), firing, resolved, firing, resolved)
+}
+
+// deaf is a JetStream that delivers no reports.
+type deaf struct{ jetstream.JetStream }
+
+func (d deaf) OrderedConsumer(ctx context.Context, stream string, cfg jetstream.OrderedConsumerConfig) (jetstream.Consumer, error) {
+	if stream == schemas.UsageStream {
+		cfg.FilterSubjects = []string{schemas.UsagePrefix + "nobody"}
+	}
+	return d.JetStream.OrderedConsumer(ctx, stream, cfg)
+}
+
+// An alerter to which no reports come, though there are some, does not take that for calm.
+func TestB046TheAlerterIsBlind(t *testing.T) {
+	t.Parallel()
+	_, nc, js := server(t)
+	a := schemas.Alert{Type: firing, Name: alerting.Anomaly, Severity: schemas.SeverityWarning, DedupKey: "anomaly/acme", Tenant: "acme", StartsAt: time.Now().UTC()}
+	body, err := schemas.EncodeAlert(&a)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := js.Publish(t.Context(), schemas.AlertPrefix+a.Severity, body, jetstream.WithMsgID(alerting.MessageID(&a))); err != nil {
+		t.Fatal(err)
+	}
+	(&gateway{level: 90}).run(t, nc, js, "g1")
+	m := alerting.NewMetrics(prometheus.NewRegistry())
+	stop := start(t, natsfeed.New(natsfeed.Config{Tick: 20 * time.Millisecond, Poll: 100 * time.Millisecond}, nc, deaf{js}, alerting.New(quick, m), embeddedtest.Log(t), m).Run)
+	eventually(t, "somebody to be told", func() bool { return testutil.ToFloat64(m.Degraded) == 1 })
+	wantTypes(t, alerts(t, js, schemas.AlertsStream), firing)
+	stop()
+	if got := testutil.ToFloat64(m.Degraded); got != 0 {
+		t.Errorf("degraded after the stop = %v, want 0", got)
+	}
+	start(t, newFeed(t, nc, js).Run) // one that hears
+	eventually(t, "its end", func() bool { return len(alerts(t, js, schemas.AlertsStream)) > 1 })
 }
 
 // The server goes and comes back: nothing is said about that, and what is said then is right.
