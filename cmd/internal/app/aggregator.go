@@ -9,6 +9,7 @@ import (
 
 	"github.com/nats-io/nats.go"
 	natsjs "github.com/nats-io/nats.go/jetstream"
+	"github.com/prometheus/client_golang/prometheus"
 
 	"github.com/weirhq/weir/aggregator"
 	"github.com/weirhq/weir/aggregator/clickhouse"
@@ -31,6 +32,7 @@ const (
 type Aggregator struct {
 	throttle *jetstream.Source[*schemas.Report]
 	history  *jetstream.Ledger[*schemas.Report]
+	alerts   *jetstream.Ledger[*schemas.Alert]
 }
 
 // NewAggregator starts the centre on the stack. NATS must be there; Redis and ClickHouse may come later, but a wrong
@@ -65,23 +67,22 @@ func NewAggregator(ctx context.Context, s Servers, nc *nats.Conn, m *Metrics, st
 	if a.history, err = jetstream.NewLedger(jetstream.Config{Name: historyConsumer, Declare: declare}, nc, decodeReport, log, m.streams); err != nil {
 		return nil, err
 	}
-	alerts, err := jetstream.NewLedger(jetstream.Config{Name: alertsConsumer, Stream: schemas.AlertsStream, Declare: declare}, nc, decodeAlert, log, m.streams)
-	if err != nil {
+	if a.alerts, err = jetstream.NewLedger(jetstream.Config{Name: alertsConsumer, Stream: schemas.AlertsStream, Declare: declare}, nc, decodeAlert, log, m.streams); err != nil {
 		return nil, err
 	}
 
 	stack.Go("recorder", func(ctx context.Context) error { recorder.Run(ctx); return nil })
 	stack.Go("history", func(ctx context.Context) error {
-		if err := await(ctx, "ClickHouse", log, store.Check, clickhouse.ErrUnreachable); err != nil {
+		if err := await(ctx, "ClickHouse", log, m.store.Degraded, store.Check, clickhouse.ErrUnreachable); err != nil {
 			return ignoreCancel(err)
 		}
 		return a.history.Consume(ctx, store.Reports)
 	})
 	stack.Go("history of alerts", func(ctx context.Context) error {
-		if err := await(ctx, "ClickHouse", log.With("consumer", alertsConsumer), store.Check, clickhouse.ErrUnreachable); err != nil {
+		if err := await(ctx, "ClickHouse", log.With("consumer", alertsConsumer), m.store.Degraded, store.Check, clickhouse.ErrUnreachable); err != nil {
 			return ignoreCancel(err)
 		}
-		return alerts.Consume(ctx, store.Alerts)
+		return a.alerts.Consume(ctx, store.Alerts)
 	})
 	stack.Go("shares", agg.Run)
 	stack.Go("throttle", func(ctx context.Context) error {
@@ -98,8 +99,10 @@ func NewAggregator(ctx context.Context, s Servers, nc *nats.Conn, m *Metrics, st
 	return a, nil
 }
 
-// Ready says whether the centre reads the stream.
-func (a *Aggregator) Ready() error { return errors.Join(a.throttle.Ready(), a.history.Ready()) }
+// Ready says whether the centre reads its streams, and what keeps it from doing so.
+func (a *Aggregator) Ready() error {
+	return errors.Join(a.throttle.Ready(), a.history.Ready(), a.alerts.Ready())
+}
 
 func decodeReport(subject, contentType string, body []byte, arrived time.Time) (*schemas.Report, error) {
 	return schemas.DecodeReport(subject, contentType, body, arrived)
@@ -137,8 +140,9 @@ func recordPushes(recorder *clickhouse.Recorder) func([]aggregator.PushedShare) 
 // awaitEvery is how often a server that is not there yet is looked for.
 const awaitEvery = 2 * time.Second
 
-// await calls check until it succeeds, as long as its error is retryable, and returns any other error.
-func await(ctx context.Context, what string, log *slog.Logger, check func(context.Context) error, retryable error) error {
+// await calls check until it succeeds, as long as its error is retryable, and returns any other error. degraded is raised by one
+// meanwhile.
+func await(ctx context.Context, what string, log *slog.Logger, degraded prometheus.Gauge, check func(context.Context) error, retryable error) error {
 	for first := true; ; first = false {
 		err := check(ctx)
 		switch {
@@ -152,6 +156,8 @@ func await(ctx context.Context, what string, log *slog.Logger, check func(contex
 		case !errors.Is(err, retryable):
 			return err
 		case first:
+			degraded.Inc()
+			defer degraded.Dec()
 			log.Error(what+" is not there yet, trying on", "every", awaitEvery, "err", err)
 		}
 		select {

@@ -43,6 +43,6 @@ func NewMetrics() *Metrics {
 	m.aggregator.Reconciled, m.store.Stored = shared.Units("reconciled"), shared.Units("stored")
 	m.nats.Degraded, m.streams.Degraded, m.ingest.Degraded = shared.Degraded("nats"), shared.Degraded("consumer"), shared.Degraded("ingest")
 	m.feed.Degraded, m.aggregator.Degraded, m.store.Degraded = shared.Degraded("centre"), shared.Degraded("redis"), shared.Degraded("clickhouse")
-	m.alerting.Degraded = shared.Degraded("alerting")
+	m.alerting.Degraded, m.alerting.Unsent, m.alerting.Lag = shared.Degraded("alerting"), shared.Degraded("webhook"), m.streams.Lag.WithLabelValues("alerting")
 	return m
 }
