@@ -156,7 +156,7 @@ func (f *Feed) session(ctx context.Context, heartbeats <-chan *nats.Msg) error {
 		messages.Stop()
 		<-polled
 		if broken != nil {
-			<-broken
+			_ = <-broken // it ends because it was told to
 		}
 	}()
 
