@@ -133,7 +133,9 @@ func (f *Feed) session(ctx context.Context, heartbeats <-chan *nats.Msg) error {
 	}
 	defer messages.Stop()
 	reports, broken := make(chan jetstream.Msg, backlog), make(chan error, 1)
+	reading := make(chan struct{})
 	go func() {
+		defer close(reading)
 		for {
 			msg, err := messages.Next()
 			if err != nil {
@@ -143,7 +145,6 @@ func (f *Feed) session(ctx context.Context, heartbeats <-chan *nats.Msg) error {
 			select {
 			case reports <- msg:
 			case <-ctx.Done():
-				broken <- ctx.Err()
 				return
 			}
 		}
@@ -155,9 +156,7 @@ func (f *Feed) session(ctx context.Context, heartbeats <-chan *nats.Msg) error {
 		cancel()
 		messages.Stop()
 		<-polled
-		if broken != nil {
-			_ = <-broken // it ends because it was told to
-		}
+		<-reading
 	}()
 
 	tick := time.NewTicker(f.cfg.Tick)
@@ -168,7 +167,6 @@ func (f *Feed) session(ctx context.Context, heartbeats <-chan *nats.Msg) error {
 		case <-ctx.Done():
 			return ctx.Err()
 		case err := <-broken:
-			broken = nil
 			return err
 		case msg := <-heartbeats:
 			if h, err := schemas.DecodeHeartbeat(msg.Subject, msg.Data); err != nil {
