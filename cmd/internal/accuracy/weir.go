@@ -8,6 +8,7 @@ import (
 	"log/slog"
 	"math/rand/v2"
 	"slices"
+	"strconv"
 	"strings"
 	"time"
 
@@ -54,6 +55,8 @@ type weir struct {
 	skew     int64   // of the centre's clock
 }
 
+const tenantPrefix = "tenant-"
+
 // newWeir starts a fleet whose rule is kept with this consistency.
 func newWeir(c limits.Consistency) func(*world) fleet {
 	return func(w *world) fleet {
@@ -61,7 +64,7 @@ func newWeir(c limits.Consistency) func(*world) fleet {
 		f.policy = &limits.Policy{Version: 1, Rules: []limits.Rule{{Name: "contract", Layer: limits.LayerContract,
 			Key: []limits.Dimension{{Kind: limits.ByTenant}}, Consistency: c, Fixed: w.sc.limit()}}}
 		for k := range w.sc.keys {
-			f.requests = append(f.requests, enforcer.Request{Tenant: fmt.Sprintf("tenant-%07d", k), Cost: 1})
+			f.requests = append(f.requests, enforcer.Request{Tenant: fmt.Sprintf(tenantPrefix+"%07d", k), Cost: 1})
 		}
 		redisSkew := int64(0)
 		if w.sc.clocks {
@@ -102,10 +105,14 @@ func (f *weir) happen(h happening) {
 func (f *weir) ask(i int) {
 	a := &f.w.arrivals[i]
 	g := f.gateways[a.gateway]
-	d := g.enforcer.Check(g.clock(), &f.requests[a.key])
+	e := g.enforcer
+	if cold := f.w.sc.cold; cold > 0 && a.key >= cold {
+		e = g.coldEnforcer(a.key)
+	}
+	d := e.Check(g.clock(), &f.requests[a.key])
 	f.w.answer(i, d.Allowed)
 	select {
-	case <-g.enforcer.Hot():
+	case <-e.Hot():
 		g.hot()
 	default:
 	}
@@ -120,19 +127,21 @@ type gateway struct {
 	skew       int64 // of its wall clock
 	gone       bool
 	rng        *rand.Rand
-	up, down   *link // to and from the stream's server
+	blocks     []*block // of cold keys
+	blockOf    map[int32]*block
+	heard      *schemas.ThrottleUpdate // the last one, without its shares
+	up, down   *link                   // to and from the stream's server
 	toCentre   *link
 
-	pending            []schemas.Tokens
-	spool              []*schemas.Report
-	seq                uint64
-	flushedAt, allAt   int64
-	early              bool // a hot bucket waits for hotMin to pass
-	attempt            int  // at the first report of the spool
-	sending            bool
-	asked              int   // for a snapshot, by number of the asking that counts
-	askWait            int64 // before the next one
-	heartbeats, clocks int
+	pending          []schemas.Tokens
+	spool            []*schemas.Report
+	seq              uint64
+	flushedAt, allAt int64
+	early            bool // a hot bucket waits for hotMin to pass
+	attempt          int  // at the first report of the spool
+	sending          bool
+	asked            int   // for a snapshot, by number of the asking that counts
+	askWait          int64 // before the next one
 }
 
 func (f *weir) startGateway(i int) {
@@ -143,14 +152,95 @@ func (f *weir) startGateway(i int) {
 	if f.w.sc.clocks {
 		g.skew = []int64{5 * s, -5 * s}[i%2]
 	}
-	g.enforcer = enforcer.New(enforcer.Config{Stripes: 1, Fleet: f.w.sc.gateways, Clock: g.clock})
-	g.enforcer.SetPolicy(f.policy)
+	g.enforcer = g.newEnforcer()
+	g.blockOf = make(map[int32]*block)
 	f.gateways[i] = g
 	g.flushedAt, g.allAt = f.w.now, f.w.now
 	f.w.after(g.rng.Int64N(hotEvery), g.tick)
 	f.w.after(g.rng.Int64N(heartbeat), g.beat)
 	g.askWait = snapshotMin
 	g.askSnapshot()
+}
+
+func (g *gateway) newEnforcer() *enforcer.Enforcer {
+	e := enforcer.New(enforcer.Config{Stripes: 1, Fleet: g.f.w.sc.gateways, Clock: g.clock})
+	e.SetPolicy(g.f.policy)
+	return e
+}
+
+// block is a small enforcer for some cold keys. A large table forgets full buckets when it grows, at times that depend on hashes
+// that differ in each process; in blocks nothing is forgotten before all of it is reported. Each key's bucket is the same real one.
+type block struct {
+	enforcer *enforcer.Enforcer
+	keys     []int32
+}
+
+const blockKeys = 100
+
+func (g *gateway) coldEnforcer(key int32) *enforcer.Enforcer {
+	b := g.blockOf[key]
+	if b == nil {
+		if n := len(g.blocks); n == 0 || len(g.blocks[n-1].keys) >= blockKeys {
+			b := &block{enforcer: g.newEnforcer()}
+			if g.heard != nil {
+				b.enforcer.Apply(*g.heard)
+			}
+			g.blocks = append(g.blocks, b)
+		}
+		b = g.blocks[len(g.blocks)-1]
+		b.keys = append(b.keys, key)
+		g.blockOf[key] = b
+	}
+	return b.enforcer
+}
+
+// collect gathers records of all enforcers. Blocks that are full and reported are as good as none.
+func (g *gateway) collect(all bool, emit func(schemas.Tokens)) {
+	g.enforcer.Collect(g.clock(), all, emit)
+	for _, b := range g.blocks {
+		b.enforcer.Collect(g.clock(), all, emit)
+	}
+	if all {
+		g.blocks = slices.DeleteFunc(g.blocks, func(b *block) bool {
+			if len(b.keys) < blockKeys {
+				return false
+			}
+			for _, k := range b.keys {
+				delete(g.blockOf, k)
+			}
+			return true
+		})
+	}
+}
+
+// apply hands an update to all enforcers, and each share to the one that has its key.
+func (g *gateway) apply(u *schemas.ThrottleUpdate) {
+	cold := g.f.w.sc.cold
+	if cold == 0 {
+		g.enforcer.Apply(*u)
+		return
+	}
+	shares := make(map[*enforcer.Enforcer][]schemas.Share)
+	for _, share := range u.Shares {
+		key, err := strconv.Atoi(strings.TrimPrefix(share.Key, tenantPrefix))
+		if err != nil {
+			panic(err)
+		}
+		if b := g.blockOf[int32(key)]; b != nil {
+			shares[b.enforcer] = append(shares[b.enforcer], share)
+		} else if key < int(cold) {
+			shares[g.enforcer] = append(shares[g.enforcer], share)
+		}
+	}
+	part := *u
+	part.Shares = shares[g.enforcer]
+	g.enforcer.Apply(part)
+	for _, b := range g.blocks {
+		part.Shares = shares[b.enforcer]
+		b.enforcer.Apply(part)
+	}
+	part.Shares = nil
+	g.heard = &part
 }
 
 // clock is the gateway's monotonic clock.
@@ -196,7 +286,7 @@ func (g *gateway) flush(all bool) {
 	}
 	g.flushedAt = now
 	first := len(g.pending)
-	g.enforcer.Collect(g.clock(), all, func(t schemas.Tokens) {
+	g.collect(all, func(t schemas.Tokens) {
 		for i := range g.pending[:first] {
 			if p := &g.pending[i]; p.Rule == t.Rule && p.Key == t.Key && p.Incarnation == t.Incarnation {
 				t.Taken, t.Refused, t.Window = t.Taken+p.Taken, t.Refused+p.Refused, t.Window+p.Window
@@ -305,7 +395,7 @@ func (g *gateway) hear(u *schemas.ThrottleUpdate) {
 	if g.gone {
 		return
 	}
-	g.enforcer.Apply(*u)
+	g.apply(u)
 	if !u.Snapshot {
 		return
 	}
@@ -383,20 +473,41 @@ func (c *centre) Cast(_ context.Context, gateway string, u *schemas.ThrottleUpda
 	return nil
 }
 
-// call calls the aggregator and sends what it casts, after a while that it waited for Redis.
+// call calls the aggregator and sends what it casts, after a while that it waited for Redis. The aggregator walks over maps: what it
+// says to one gateway in one call is put in order here, and cut anew where it is several messages.
 func (c *centre) call(wait int64, f func()) {
 	c.casts = c.casts[:0]
 	f()
 	slices.SortStableFunc(c.casts, func(a, b cast) int { return strings.Compare(a.gateway, b.gateway) })
-	for _, cast := range c.casts {
-		c.tell(wait, cast.gateway, cast.update)
+	for first := 0; first < len(c.casts); {
+		end := first
+		all := schemas.ThrottleUpdate{}
+		for ; end < len(c.casts) && c.casts[end].gateway == c.casts[first].gateway; end++ {
+			u := c.casts[end].update
+			if len(u.Shares) == 0 {
+				c.tell(wait, c.casts[end].gateway, u)
+			}
+			all.Gateways, all.TTL = u.Gateways, u.TTL
+			all.Shares = append(all.Shares, u.Shares...)
+		}
+		slices.SortFunc(all.Shares, byKey)
+		for part := range slices.Chunk(all.Shares, sharesPerMessage) {
+			u := all
+			u.Shares = part
+			c.tell(wait, c.casts[first].gateway, &u)
+		}
+		first = end
 	}
 }
 
+// sharesPerMessage is about what fits the largest update on the wire.
+const sharesPerMessage = 2000
+
+func byKey(a, b schemas.Share) int {
+	return cmp.Or(strings.Compare(a.Rule, b.Rule), strings.Compare(a.Key, b.Key), cmp.Compare(a.Version, b.Version))
+}
+
 func (c *centre) tell(wait int64, gateway string, u *schemas.ThrottleUpdate) {
-	slices.SortFunc(u.Shares, func(a, b schemas.Share) int {
-		return cmp.Or(strings.Compare(a.Rule, b.Rule), strings.Compare(a.Key, b.Key), cmp.Compare(a.Version, b.Version))
-	})
 	for _, g := range c.f.gateways {
 		if g != nil && g.name == gateway {
 			c.f.w.traffic.bytes += int64(size(schemas.EncodeThrottleUpdate(u)))
@@ -432,6 +543,7 @@ func (c *centre) snapshot(g *gateway) {
 	wait := c.redis()
 	c.call(wait, func() { u, _ = c.agg.Snapshot(context.Background(), g.name) }) // without an answer the gateway asks again
 	if u != nil {
+		slices.SortFunc(u.Shares, byKey)
 		c.tell(wait, g.name, u)
 	}
 }
