@@ -66,6 +66,9 @@ func alone(mode string) bool { return mode == enforcer.Stale || mode == enforcer
 // queue is how many messages may wait to be applied. What does not fit is dropped, noticed and asked for.
 const queue = 4096
 
+// stopped is the mode of a gateway's last heartbeat: its silence from then on is no reason to worry.
+const stopped = "stopped"
+
 // Metrics may be shared by several gateways of one process.
 type Metrics struct {
 	Updates  *prometheus.CounterVec // kind: update, snapshot, malformed
@@ -159,6 +162,9 @@ func (f *Feed) listen(ctx context.Context, fleet chan int) (err error) {
 	for {
 		select {
 		case <-ctx.Done():
+			last := f.status()
+			last.Mode = stopped
+			f.say(last)
 			return nil
 		case s := <-connections:
 			if s == nats.CLOSED {
@@ -238,8 +244,14 @@ func (f *Feed) decode(msg *nats.Msg) *schemas.ThrottleUpdate {
 // beat sends a heartbeat and returns what it said. One that cannot go out now is not sent late: the next one says more.
 func (f *Feed) beat() Status {
 	s := f.status()
+	f.say(s)
+	return s
+}
+
+// say sends a heartbeat.
+func (f *Feed) say(s Status) {
 	if !f.nc.IsConnected() {
-		return s
+		return
 	}
 	h := &schemas.Heartbeat{Gateway: f.cfg.Gateway, Boot: f.cfg.Boot, SentAt: f.cfg.Now(), PolicyVersion: s.PolicyVersion,
 		Mode: s.Mode, PendingReports: s.Pending, Version: f.cfg.Version}
@@ -251,7 +263,6 @@ func (f *Feed) beat() Status {
 	if err != nil {
 		f.log.Debug("heartbeat not sent", "err", err)
 	}
-	return s
 }
 
 // modeLog tells once of each change of mode.

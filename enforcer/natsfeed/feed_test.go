@@ -401,6 +401,21 @@ func TestHeartbeatsSayWhatTheGatewayIs(t *testing.T) {
 	}
 }
 
+func TestTheLastHeartbeatSaysStopped(t *testing.T) {
+	srv := embeddedtest.NATS(t)
+	c := newCentre(t, srv.URL())
+	feed := newFeed(t, fast(Config{Gateway: "g1"}), connect(t, srv.URL()), new(applied).apply, isSynced, embeddedtest.Log(t))
+	ctx, stop := context.WithCancel(t.Context())
+	ended := make(chan error, 1)
+	go func() { ended <- feed.Run(ctx) }()
+	eventually(t, "a heartbeat", func() bool { h, ok := c.lastBeat(); return ok && h.Mode == enforcer.Synced })
+	stop()
+	if err := <-ended; err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, "the gateway says goodbye", func() bool { h, _ := c.lastBeat(); return h.Mode == "stopped" })
+}
+
 func TestModeIsToldOncePerChange(t *testing.T) {
 	srv := embeddedtest.NATS(t)
 	newCentre(t, srv.URL())
