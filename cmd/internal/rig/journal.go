@@ -38,8 +38,8 @@ type Entry struct {
 type Journal struct {
 	mu         sync.Mutex // guards what follows, while there is load
 	Cells      map[Cell]*Entry
-	Unexpected map[string]int  // answers that nobody should get
-	Times      []time.Duration // from request to answer, of those that came
+	Unexpected map[string]int // answers that nobody should get
+	times      []time.Duration
 }
 
 // NewJournal returns an empty journal.
@@ -55,7 +55,7 @@ func (j *Journal) note(c Cell, answered bool, rule string, took time.Duration) {
 	}
 	if answered {
 		e.Answered[rule]++
-		j.Times = append(j.Times, took)
+		j.times = append(j.times, took)
 	} else {
 		e.Unanswered++
 	}
@@ -78,15 +78,23 @@ func (j *Journal) Totals() (requests, unanswered uint64) {
 	return requests, unanswered
 }
 
-// Quantile is the q-th quantile of Times, 0 when there are none.
-func (j *Journal) Quantile(q float64) time.Duration {
+// TakeTimes returns, and forgets, how long each answer took since the last call.
+func (j *Journal) TakeTimes() []time.Duration {
 	j.mu.Lock()
 	defer j.mu.Unlock()
-	if len(j.Times) == 0 {
-		return 0
+	times := j.times
+	j.times = nil
+	return times
+}
+
+// Refused is the number of answers that were refusals.
+func (j *Journal) Refused() (n uint64) {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	for _, e := range j.Cells {
+		n += e.Answered.sum() - e.Answered[""]
 	}
-	slices.Sort(j.Times)
-	return j.Times[min(int(q*float64(len(j.Times))), len(j.Times)-1)]
+	return n
 }
 
 const (
