@@ -1,8 +1,12 @@
 package main
 
 import (
+	"context"
 	"encoding/json"
+	"errors"
 	"io"
+	"log/slog"
+	"os"
 	"path/filepath"
 
 	"github.com/spf13/cobra"
@@ -24,16 +28,17 @@ func benchCommand() *cobra.Command {
 
 func benchAccuracyCommand() *cobra.Command {
 	var cfg accuracy.Config
-	var sim bool
-	var charts, doc string
+	var sim, live bool
+	var rivals, charts, doc, level string
 	var out output
 	cmd := &cobra.Command{
 		Use:   "accuracy",
 		Short: "How near a fleet comes to one limit, beside a perfect shared bucket fed the same requests",
 		Long: `Accuracy runs shifting traffic and failing parts against weir's modes and against what others do: dividing the limit by the number of
 gateways, asking Redis about each request, and Gubernator's GLOBAL behaviour. The simulator runs the real limiter and the real aggregator
-in virtual time over a modelled network, and gives the same result for the same seed.`,
-		Example: "  weir bench accuracy --sim --seed 1\n  weir bench accuracy --sim --scenario step --scenario flash-crowd -o json",
+in virtual time over a modelled network, and gives the same result for the same seed. The live variant runs NATS, Redis, an aggregator and
+gateways, in real time.`,
+		Example: "  weir bench accuracy --sim --seed 1\n  weir bench accuracy --sim --scenario step --scenario flash-crowd -o json\n  weir bench accuracy --live --rivals internal/bench",
 		Args:    noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if err := out.validate(); err != nil {
@@ -42,8 +47,25 @@ in virtual time over a modelled network, and gives the same result for the same 
 			if doc != "" && charts == "" {
 				return usagef("--doc shows charts: say where with --svg")
 			}
+			if sim && live {
+				return usagef("--sim or --live, not both")
+			}
+			log := slog.New(slog.DiscardHandler) // parts fail on purpose
+			if level != "" {
+				var err error
+				if log, err = logger(cmd, level); err != nil {
+					return err
+				}
+			}
 			bar := newProgress(cmd.ErrOrStderr())
-			res, err := accuracy.Simulate(cmd.Context(), cfg, func(done, total int) { bar.show("simulated", done, total) })
+			show := func(done, total int) { bar.show("runs", done, total) }
+			var res *accuracy.Result
+			var err error
+			if live {
+				res, err = benchLive(cmd.Context(), accuracy.LiveConfig{Config: cfg, Rivals: rivals}, log, show)
+			} else {
+				res, err = accuracy.Simulate(cmd.Context(), cfg, show)
+			}
 			bar.end()
 			if err != nil {
 				return err
@@ -66,12 +88,24 @@ in virtual time over a modelled network, and gives the same result for the same 
 		},
 	}
 	f := cmd.Flags()
-	f.BoolVar(&sim, "sim", true, "simulate, in virtual time")
+	f.BoolVar(&sim, "sim", false, "simulate, in virtual time (the default)")
+	f.BoolVar(&live, "live", false, "run over real servers in real time")
+	f.StringVar(&rivals, "rivals", "", "with --live: folder of the Go module that runs redis_rate and Gubernator (internal/bench)")
 	f.Uint64Var(&cfg.Seed, "seed", 1, "seed of all random choices")
 	f.StringSliceVar(&cfg.Scenarios, "scenario", nil, "only this scenario, repeatable")
 	f.StringSliceVar(&cfg.Modes, "mode", nil, "only this mode, repeatable")
 	f.StringVar(&charts, "svg", "", "folder to write one chart per scenario to")
 	f.StringVar(&doc, "doc", "", "Markdown file beside that folder, to write tables and charts into")
+	f.StringVar(&level, "log-level", "", "with --live: debug, info, warn or error; nothing is logged without it")
 	out.bind(cmd)
 	return cmd
+}
+
+// benchLive runs over servers in a folder that is gone afterwards.
+func benchLive(ctx context.Context, cfg accuracy.LiveConfig, log *slog.Logger, show func(done, total int)) (res *accuracy.Result, err error) {
+	if cfg.Dir, err = os.MkdirTemp("", "weir-accuracy-"); err != nil {
+		return nil, err
+	}
+	defer func() { err = errors.Join(err, os.RemoveAll(cfg.Dir)) }()
+	return accuracy.Live(ctx, cfg, log, show)
 }

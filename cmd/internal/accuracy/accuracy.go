@@ -219,17 +219,22 @@ func (j *job) run(seed uint64) {
 	defer p.release()
 	w := &world{sc: &p.scenario, arrivals: p.arrivals, seed: seed}
 	w.run(j.form)
+	j.score(w.admitted, w.traffic)
+}
 
-	r := compare(p.arrivals, p.keys, w.admitted, p.perfect)
+// score makes the row of what a fleet admitted and sent.
+func (j *job) score(admitted []bool, sent traffic) {
+	p := j.sc
+	r := compare(p.arrivals, p.keys, admitted, p.perfect)
 	seconds := float64(p.seconds)
 	perGateway := seconds * float64(p.gateways)
 	j.row = Row{Scenario: p.name, Mode: j.mode, Limit: p.asked * int(float64(p.burst)+math.Floor(p.perSecond()*seconds+1e-9)),
 		Demand: len(p.arrivals), Admitted: r.admitted, Perfect: r.perfect,
 		Over: part(r.over, r.perfect), Under: part(r.under, r.perfect),
 		Rate: p.perSecond(), Burst: p.burst, Keys: p.asked, Gateways: p.gateways, Seconds: p.seconds,
-		Messages: round(float64(w.traffic.messages)/perGateway, 2), Bytes: math.Round(float64(w.traffic.bytes) / perGateway),
-		Redis: round(float64(w.traffic.redis)/seconds, 2), series: series(p.arrivals, w.admitted, p.from, p.to, p.bin)}
-	if lag, ok := p99(usable(p.arrivals, p.steps, w.admitted, p.perfect)); ok {
+		Messages: round(float64(sent.messages)/perGateway, 2), Bytes: math.Round(float64(sent.bytes) / perGateway),
+		Redis: round(float64(sent.redis)/seconds, 2), series: series(p.arrivals, admitted, p.from, p.to, p.bin)}
+	if lag, ok := p99(usable(p.arrivals, p.steps, admitted, p.perfect)); ok {
 		v := round(float64(lag)/float64(ms), 1)
 		j.row.Usable = &v
 	}
