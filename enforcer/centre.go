@@ -7,6 +7,7 @@ import (
 
 	"github.com/weirhq/weir/enforcer/bucket"
 	"github.com/weirhq/weir/limits"
+	"github.com/weirhq/weir/schemas"
 )
 
 // The rungs of the degradation ladder, as Mode names them.
@@ -34,10 +35,14 @@ func (e *Enforcer) Mode() string {
 
 // Apply takes a throttle update. Any update, even an empty one, makes the shares hold for its time to live, and its count of
 // gateways is what keys without a share divide by. A share of a version not above the one held for its key, of a rule that is
-// not shared, or of another limit than the policy states is ignored.
+// not shared, or of another limit than the policy states is ignored, and so is every update of an older epoch than one before.
 func (e *Enforcer) Apply(u Update) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
+	if u.Epoch > 0 && u.Epoch < e.epoch {
+		return
+	}
+	e.epoch = max(e.epoch, u.Epoch)
 	now := e.cfg.Clock()
 	ttl := u.TTL
 	if ttl <= 0 {
@@ -63,9 +68,9 @@ func (e *Enforcer) Apply(u Update) {
 				continue
 			}
 			if r.pool != nil {
-				r.pool.give(s.Version, s.RateNanos, s.Burst, s.LimitRateNanos, s.LimitBurst, now)
+				r.pool.give(e, s, now)
 			} else if q, ok := parse(r.dims, s.Key); ok {
-				e.give(v, r, &q, s.Key, s.Version, s.RateNanos, s.Burst, s.LimitRateNanos, s.LimitBurst, now)
+				e.give(v, r, &q, s, now)
 			}
 		}
 	}
@@ -73,13 +78,13 @@ func (e *Enforcer) Apply(u Update) {
 
 // shareOf returns what the centre gave as a limit: never above the stated one, and exactly that where it gave all of it. It is
 // false for a share of another limit than whole, from a centre that follows another policy.
-func shareOf(whole bucket.Limit, rateNanos, burst, limitRateNanos, limitBurst int64) (bucket.Limit, bool) {
-	if whole.Unlimited || limitRateNanos != whole.Rate.Nano() || limitBurst != whole.Burst {
+func shareOf(whole bucket.Limit, s *schemas.Share) (bucket.Limit, bool) {
+	if whole.Unlimited || s.LimitRateNanos != whole.Rate.Nano() || s.LimitBurst != whole.Burst {
 		return bucket.Limit{}, false
 	}
-	l := bucket.Limit{Rate: whole.Rate, Burst: min(burst, whole.Burst)}
-	if rateNanos < limitRateNanos {
-		r, err := bucket.FromNano(rateNanos)
+	l := bucket.Limit{Rate: whole.Rate, Burst: min(s.Burst, whole.Burst)}
+	if s.RateNanos < s.LimitRateNanos {
+		r, err := bucket.FromNano(s.RateNanos)
 		if err != nil {
 			return bucket.Limit{}, false
 		}
@@ -88,22 +93,42 @@ func shareOf(whole bucket.Limit, rateNanos, burst, limitRateNanos, limitBurst in
 	return l, l.Burst >= 0
 }
 
-func (p *pool) give(version uint64, rateNanos, burst, limitRateNanos, limitBurst int64, now int64) {
+// take returns the tokens that a grant adds to a bucket that has taken so much of grants before. Whatever is said again, late or
+// to another bucket than the one it was meant for, adds none.
+func (c *share) take(s *schemas.Share) int64 {
+	if s.Grant <= c.granted || s.Granted > c.granted {
+		return 0
+	}
+	n := s.Grant - c.granted
+	c.granted = s.Grant
+	return int64(min(n, bucket.MaxBurst))
+}
+
+func (p *pool) give(e *Enforcer, s *schemas.Share, now int64) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if p.shared && version <= p.share.version {
+	if p.shared && s.Version <= p.share.version {
 		return
 	}
-	given, ok := shareOf(p.entry.whole, rateNanos, burst, limitRateNanos, limitBurst)
+	given, ok := shareOf(p.entry.whole, s)
 	if !ok {
 		return
 	}
 	p.shared = true
-	p.share = share{version: version, given: given}
+	p.share = share{version: s.Version, given: given, granted: p.share.granted}
 	p.become(p.target(), now)
+	if n := p.share.take(s); n > 0 {
+		p.refill(e, now)
+		l := p.limit
+		l.Burst -= p.outstanding
+		p.state.Put(l, n)
+		p.level.Store(p.state.Tokens + p.credits())
+		p.dry.Store(math.MinInt64)
+	}
 }
 
-func (e *Enforcer) give(v *view, r *rule, q *Request, text string, version uint64, rateNanos, burst, limitRateNanos, limitBurst int64, now int64) {
+func (e *Enforcer) give(v *view, r *rule, q *Request, said *schemas.Share, now int64) {
+	text := said.Key
 	var h uint64
 	var h2 uint32
 	if text != "" && text[0] == '#' {
@@ -116,27 +141,40 @@ func (e *Enforcer) give(v *view, r *rule, q *Request, text string, version uint6
 	defer sh.mu.Unlock()
 	idx := v.entryFor(r, q.Tenant)
 	ent := v.entry(idx)
-	given, ok := shareOf(ent.whole, rateNanos, burst, limitRateNanos, limitBurst)
+	given, ok := shareOf(ent.whole, said)
 	if !ok {
 		return
 	}
-	_, s, _ := e.enterLocked(sh, v, r, h, h2, q.Tenant, []byte(text), now)
+	g, s, at := e.enterLocked(sh, v, r, h, h2, q.Tenant, []byte(text), now)
 	w, _ := s.lock()
 	defer func() { s.unlock(w) }()
+	held := s.tokens
 	if s.lim&shareFlag == 0 {
 		lim, _ := e.limit(v, sh, s, r, q.Tenant, now)
-		held := *lim
+		was := *lim
 		s.lim = sh.newShare()
-		*sh.share(s.lim) = share{version: version, given: given, now: held, entry: ent, idx: idx, gen: v.gen}
+		*sh.share(s.lim) = share{version: said.Version, given: given, now: was, entry: ent, idx: idx, gen: v.gen}
 	} else {
 		c := sh.share(s.lim)
-		if version <= c.version {
+		if said.Version <= c.version {
 			return
 		}
 		e.limit(v, sh, s, r, q.Tenant, now)
-		c.version, c.given, c.dropped = version, given, false
+		c.version, c.given, c.dropped = said.Version, given, false
 	}
-	e.settle(v, s, sh.share(s.lim), r, q.Tenant, now > e.freshUntil.Load(), now)
+	c := sh.share(s.lim)
+	e.settle(v, s, c, r, q.Tenant, now > e.freshUntil.Load(), now)
+	if s.tokens < held && !r.local { // tokens that no longer fit go back: the centre waits to hear so
+		if w&hot == 0 {
+			sh.heat(g, at)
+		}
+		w |= touched | hot
+	}
+	if n := c.take(said); n > 0 {
+		b := s.state().Level(c.now, now)
+		b.Put(c.now, n)
+		s.set(b)
+	}
 }
 
 // Collect emits the buckets that have something to say: all that were touched since they were last collected, or only the hot
@@ -248,13 +286,16 @@ func (e *Enforcer) report(v *view, sh *shard, g *segment, s *slot, now int64, ou
 		b.Cum -= uint64(int64(s.taken)) // as it was last reported: a take was reported before it was given back
 	}
 	b.Refused = uint64(s.refused)
+	if s.lim&shareFlag != 0 {
+		b.Granted = sh.share(s.lim).granted
+	}
 	b.TokensMin, b.TokensLast = int64(s.min), level.Tokens
 	b.Window = time.Duration(uint32(now/1e6)-s.reported) * time.Millisecond
 	s.refused, s.min, s.reported = 0, uint32(level.Tokens), uint32(now/1e6)
 	s.unlock(w &^ (touched | hot))
 
 	last := v.known[id]
-	b.Rule, b.Layer, b.Mode = last.src.Name, last.layer, last.src.Mode.String()
+	b.Rule, b.Layer, b.Mode, b.Consistency = last.src.Name, last.layer, last.src.Mode.String(), last.consistency
 	state(&b, lim, whole)
 	return append(out, b)
 }
@@ -285,7 +326,7 @@ func (p *pool) report(e *Enforcer, r *rule, now int64, all bool) (b Bucket, ok b
 	p.refill(e, now)
 	level := p.state.Tokens + p.credits()
 	b = Bucket{
-		Rule: r.src.Name, Layer: r.layer, Mode: r.src.Mode.String(), Refused: p.refused,
+		Rule: r.src.Name, Layer: r.layer, Mode: r.src.Mode.String(), Consistency: r.consistency, Refused: p.refused, Granted: p.share.granted,
 		Cum: max(taken, p.reported), TokensMin: min(p.min, level), TokensLast: level, Window: time.Duration(now - p.last),
 	}
 	b.Taken = b.Cum - p.reported

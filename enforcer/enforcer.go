@@ -113,6 +113,7 @@ type Enforcer struct {
 	heard      atomic.Int64 // instant of the last update
 
 	mu    sync.Mutex // guards changes of view, and what follows
+	epoch uint64     // of the newest centre that was heard
 	fleet int
 	ids   map[string]int // rule identity to id, for the life of the process
 	pools map[int]*pool  // by rule id
@@ -329,10 +330,13 @@ func (e *Enforcer) take(v *view, r *rule, q *Request, now int64, d *Decision) bo
 	s.cum += uint64(n)
 	s.taken = int32(min(int64(s.taken)+n, math.MaxInt32))
 	s.min = min(s.min, s.tokens)
+	if w&touched == 0 {
+		s.wake(now)
+	}
 	w |= touched
 	half := b.Tokens*2 <= lim.Burst && (b.Tokens+n)*2 > lim.Burst // of the bucket has just gone
 	if w&hot == 0 && (r.eager || b.Tokens*4 <= lim.Burst) || half && r.eager {
-		w = e.heat(sh, g, s, at, w, r, b.Tokens*4 <= lim.Burst, half)
+		w = e.heat(sh, g, s, at, w, r, b.Tokens, n, lim.Burst)
 	}
 	d.stand(r, idx, b.Tokens, lim)
 	s.unlock(w)
@@ -340,9 +344,10 @@ func (e *Enforcer) take(v *view, r *rule, q *Request, now int64, d *Decision) bo
 }
 
 // heat puts a locked slot on the list of what goes out at once, if it belongs there, and returns its word.
-func (e *Enforcer) heat(sh *shard, g *segment, s *slot, at uint64, w uint32, r *rule, low, half bool) uint32 {
+func (e *Enforcer) heat(sh *shard, g *segment, s *slot, at uint64, w uint32, r *rule, left, n, burst int64) uint32 {
 	unknown := r.eager && s.lim&shareFlag == 0
-	if unknown && half {
+	low := left*4 <= burst
+	if half := left*2 <= burst && (left+n)*2 > burst; unknown && half || r.eager && low && (left+n)*4 > burst {
 		e.signal()
 	}
 	if w&hot == 0 && (unknown || low) {
@@ -374,6 +379,9 @@ func (e *Enforcer) takeOther(sh *shard, g *segment, s *slot, at uint64, w uint32
 		s.refused = uint32(min(uint64(s.refused)+uint64(max(n, 0)), math.MaxUint32))
 		if !lim.Unlimited {
 			s.min = min(s.min, uint32(bd.Remaining))
+		}
+		if w&touched == 0 {
+			s.wake(now)
 		}
 		if w&hot == 0 {
 			sh.heat(g, at)
@@ -442,7 +450,7 @@ func (e *Enforcer) put(v *view, r *rule, q *Request, now int64) {
 }
 
 // Hot returns a channel that is signalled when something should go out at once: a bucket's first refusal since its last report,
-// or a key that has spent half of a share that the centre did not give it.
+// a key that has spent half of a share that the centre did not give it, or three quarters of one that it did.
 func (e *Enforcer) Hot() <-chan struct{} { return e.hot }
 
 func (e *Enforcer) signal() {

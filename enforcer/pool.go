@@ -111,6 +111,9 @@ func (p *pool) takeFromBucket(e *Enforcer, now, n int64, at int) bucket.Decision
 		d.Remaining += p.credits()
 		return d
 	}
+	if p.refused == 0 && p.gone-uint64(p.credits()) <= p.reported {
+		p.last = max(p.last, now-wakeful*1e6) // see slot.wake
+	}
 	d := p.state.Take(p.limit, now, n)
 	if !d.Allowed {
 		if p.refused == 0 {

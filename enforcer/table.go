@@ -56,7 +56,7 @@ type slot struct {
 	word     atomic.Uint32
 	lim      uint32 // the limit that tokens and rem are counted in
 	ref      uint32 // of the key in the slab
-	reported uint32 // when last, in milliseconds (modulo 2^32)
+	reported uint32 // when last, in milliseconds (modulo 2^32); later for a key that was idle: see wake
 	tokens   uint32
 	min      uint32 // fewest tokens since the last report
 	rem      uint64
@@ -71,6 +71,17 @@ func (s *slot) state() bucket.State {
 }
 
 func (s *slot) set(b bucket.State) { s.tokens, s.rem, s.at = uint32(b.Tokens), b.Rem, b.At }
+
+// wakeful is as much of the time before a bucket was touched as counts for the rate of its use: a key that was idle for long and
+// is pressed now must not look as if it had been pressed all the while a little.
+const wakeful = 100 // ms
+
+// wake notes the first use since the last report.
+func (s *slot) wake(now int64) {
+	if ms := uint32(now / 1e6); ms-s.reported > wakeful {
+		s.reported = ms - wakeful
+	}
+}
 
 // lock sets the lock bit and returns the word as it was, or false if the slot has moved.
 func (s *slot) lock() (uint32, bool) {
@@ -230,6 +241,7 @@ type share struct {
 	now      bucket.Limit // the limit in force, which the tokens are counted in
 	entry    *entry       // the stated limit
 	gen, idx uint32       // of entry
+	granted  uint64       // sum of the grants taken
 	dropped  bool         // given was cut from another limit than entry's
 	isolated bool         // now is the share of the last known fleet because the centre is silent
 }

@@ -19,20 +19,21 @@ type entry struct {
 
 // rule is a limits.Rule made ready for Check.
 type rule struct {
-	src    *limits.Rule
-	layer  string
-	field  uintptr // of Request, when plain
-	plain  bool    // the key is one part, and not a header
-	eager  bool    // shared with other gateways: a key without a share wants one
-	seed   uint64  // of the halves of its keys' fingerprints
-	seed2  uint64
-	id     int // the same for a rule of this name and key in every policy of this process
-	dims   []limits.Dimension
-	routes []string
-	local  bool
-	fixed  uint32   // index of the entry, unless the limit is by plan
-	pool   *pool    // of a rule whose key has no parts
-	alone  []string // the rule's name, for Decision.Shadow
+	src         *limits.Rule
+	layer       string
+	field       uintptr // of Request, when plain
+	plain       bool    // the key is one part, and not a header
+	eager       bool    // shared with other gateways: a key without a share wants one
+	seed        uint64  // of the halves of its keys' fingerprints
+	seed2       uint64
+	id          int // the same for a rule of this name and key in every policy of this process
+	dims        []limits.Dimension
+	routes      []string
+	local       bool
+	consistency string   // empty for shared
+	fixed       uint32   // index of the entry, unless the limit is by plan
+	pool        *pool    // of a rule whose key has no parts
+	alone       []string // the rule's name, for Decision.Shadow
 
 	standing uint64 // its part of Decision.standings: the place in view.rules
 }
@@ -114,6 +115,9 @@ func (e *Enforcer) compile(p *limits.Policy, fleet int, prev *view, now int64) *
 			seed: hashString(e.seed, name), seed2: hashString(e.seed2, name),
 		}
 		r.eager = !r.local && fleet > 1
+		if src.Consistency != limits.Shared {
+			r.consistency = src.Consistency.String()
+		}
 		if len(r.dims) == 1 && r.dims[0].Kind != limits.ByHeader {
 			r.plain, r.field = true, fieldOf[r.dims[0].Kind]
 		}

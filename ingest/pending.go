@@ -1,6 +1,7 @@
 package ingest
 
 import (
+	"slices"
 	"strings"
 	"time"
 	"unicode/utf8"
@@ -8,15 +9,15 @@ import (
 	"github.com/weirhq/weir/schemas"
 )
 
-// pending is what is gathered and not yet sealed: normally for a moment, in an outage for as long as it lasts. Counts
-// of one key and hour merge, so it grows with keys and hours but not with requests.
+// pending is what is gathered and not yet sealed: normally for a moment. While the spool is full, buckets and samples
+// merge here, and requests where they are counted.
 type pending struct {
 	usage      []schemas.Usage
 	usageAt    map[hourKey]int
 	tokens     []schemas.Tokens
 	tokensAt   map[bucketKey]int
 	rejections []schemas.Rejection
-	requests   uint64 // in usage
+	generation uint32 // the last one in usage; 0 when there is none
 }
 
 type hourKey struct {
@@ -37,25 +38,32 @@ func (p *pending) len() int { return len(p.usage) + len(p.tokens) + len(p.reject
 
 const hour = int64(time.Hour)
 
-func hourOf(u *schemas.Usage) hourKey {
-	ns := u.Time.UnixNano()
+// hourAt is the hour of a time, both since 1970.
+func hourAt(ns int64) int64 {
 	h := ns / hour
 	if ns%hour < 0 {
 		h--
 	}
-	return hourKey{usageKey{u.Tenant, u.Route, u.Rule, u.Layer}, h}
+	return h
 }
 
-func (p *pending) addUsage(c *cell) {
-	u := schemas.Usage{Time: time.Unix(0, c.first).UTC(), Tenant: text(c.key.tenant), Route: text(c.key.route),
-		Rule: text(c.key.rule), Layer: text(c.key.layer), Cost: min(c.cost, schemas.MaxCount)}
+// Usage is what a cell counted, as a report carries it.
+func (c *Cell) Usage(tenant, route, rule, layer string) schemas.Usage {
+	n, cost, first := c.Read()
+	u := schemas.Usage{Time: time.Unix(0, first).UTC(), Tenant: text(tenant), Route: text(route), Rule: text(rule), Layer: text(layer),
+		Cost: min(cost, schemas.MaxCount)}
 	if u.Rule == "" {
-		u.Layer, u.Allowed = "", c.n
+		u.Layer, u.Allowed = "", n
 	} else {
-		u.Rejected = c.n
+		u.Rejected = n
 	}
-	p.requests += c.n
-	k := hourOf(&u)
+	return u
+}
+
+// addUsage adds a cell. A key may have one in several shards.
+func (p *pending) addUsage(c *cell) {
+	u := c.at.Usage(c.key.tenant, c.key.route, c.key.rule, c.key.layer)
+	k := hourKey{usageKey{u.Tenant, u.Route, u.Rule, u.Layer}, hourAt(u.Time.UnixNano())}
 	i, ok := p.usageAt[k]
 	// An entry that would leave the bounds of a report goes beside the first; only the newer one grows.
 	if ok && p.usage[i].Allowed+u.Allowed <= schemas.MaxCount && p.usage[i].Rejected+u.Rejected <= schemas.MaxCount && p.usage[i].Cost+u.Cost <= schemas.MaxCount {
@@ -106,21 +114,21 @@ func (p *pending) addRejections(all []schemas.Rejection, max int) (kept, dropped
 	return len(all), 0
 }
 
-// cut is how many entries of each kind a report takes.
+// cut is a place in pending: so many entries of each kind are before it.
 type cut struct{ usage, tokens, rejections int }
 
 // Upper bounds of an encoded entry without its texts: at most 11 bytes for each number and 4 for each text.
 const (
 	usageBytes     = 4*11 + 4*4 + 8
-	tokensBytes    = 11*11 + 5*4 + 8
+	tokensBytes    = 12*11 + 6*4 + 16
 	rejectionBytes = 2*11 + 8*4 + 8
 	reportBytes    = 256
 )
 
-// cut returns a report of at most maxEntries entries and maxBytes encoded bytes: buckets first, for throttling waits
-// for them. It takes from the ends; the entries stay until remove is called.
-func (p *pending) cut(maxEntries, maxBytes int) (*schemas.Report, cut) {
-	var c cut
+// cut returns a report of at most maxEntries entries and maxBytes encoded bytes with what follows from, buckets first,
+// for throttling waits for them, and where it ends. It returns nil when nothing follows.
+func (p *pending) cut(from cut, maxEntries, maxBytes int) (*schemas.Report, cut) {
+	to := from
 	size, left := reportBytes, maxEntries
 	fits := func(n int) bool {
 		if left == 0 || (left < maxEntries && size+n > maxBytes) {
@@ -130,66 +138,49 @@ func (p *pending) cut(maxEntries, maxBytes int) (*schemas.Report, cut) {
 		left--
 		return true
 	}
-	for c.tokens < len(p.tokens) {
-		t := &p.tokens[len(p.tokens)-1-c.tokens]
+	for to.tokens < len(p.tokens) {
+		t := &p.tokens[to.tokens]
 		if !fits(tokensBytes + len(t.Rule) + len(t.Layer) + len(t.Key) + len(t.Tenant) + len(t.Mode)) {
 			break
 		}
-		c.tokens++
+		to.tokens++
 	}
-	for c.usage < len(p.usage) {
-		u := &p.usage[len(p.usage)-1-c.usage]
+	for to.usage < len(p.usage) {
+		u := &p.usage[to.usage]
 		if !fits(usageBytes + len(u.Tenant) + len(u.Route) + len(u.Rule) + len(u.Layer)) {
 			break
 		}
-		c.usage++
+		to.usage++
 	}
-	for c.rejections < len(p.rejections) {
-		j := &p.rejections[len(p.rejections)-1-c.rejections]
+	for to.rejections < len(p.rejections) {
+		j := &p.rejections[to.rejections]
 		if !fits(rejectionBytes + len(j.Tenant) + len(j.Route) + len(j.Rule) + len(j.Layer) + len(j.Method) + len(j.Path) + len(j.Client) + len(j.Instance)) {
 			break
 		}
-		c.rejections++
+		to.rejections++
+	}
+	if to == from {
+		return nil, from
 	}
 	return &schemas.Report{
-		Usage:      tail(p.usage, c.usage),
-		Tokens:     tail(p.tokens, c.tokens),
-		Rejections: tail(p.rejections, c.rejections),
-	}, c
+		Usage:      slices.Clone(p.usage[from.usage:to.usage]),
+		Tokens:     slices.Clone(p.tokens[from.tokens:to.tokens]),
+		Rejections: slices.Clone(p.rejections[from.rejections:to.rejections]),
+	}, to
 }
 
-// tail is a copy of the last n.
-func tail[T any](s []T, n int) []T {
-	if n == 0 {
-		return nil
-	}
-	return append(make([]T, 0, n), s[len(s)-n:]...)
-}
-
-// remove takes out what cut returned.
-func (p *pending) remove(c cut) {
-	for i := len(p.usage) - c.usage; i < len(p.usage); i++ {
-		u := &p.usage[i]
-		p.requests -= u.Allowed + u.Rejected
-		if k := hourOf(u); p.usageAt[k] == i {
-			delete(p.usageAt, k)
-		}
-	}
-	for i := len(p.tokens) - c.tokens; i < len(p.tokens); i++ {
-		t := &p.tokens[i]
-		delete(p.tokensAt, bucketKey{t.Rule, t.Key, t.Incarnation})
-	}
-	p.usage = shrink(p.usage, c.usage)
-	p.tokens = shrink(p.tokens, c.tokens)
-	p.rejections = shrink(p.rejections, c.rejections)
-	if p.len() == 0 && cap(p.usage)+cap(p.tokens) > 4096 { // an outage has passed: let go of its memory
+// clear forgets all.
+func (p *pending) clear() {
+	if cap(p.usage)+cap(p.tokens) > 4096 && p.len()*8 < cap(p.usage)+cap(p.tokens) { // a peak has passed: let go of its memory
 		*p = newPending()
+		return
 	}
-}
-
-func shrink[T any](s []T, n int) []T {
-	clear(s[len(s)-n:])
-	return s[:len(s)-n]
+	clear(p.usageAt)
+	clear(p.tokensAt)
+	clear(p.usage)
+	clear(p.tokens)
+	clear(p.rejections)
+	p.usage, p.tokens, p.rejections, p.generation = p.usage[:0], p.tokens[:0], p.rejections[:0], 0
 }
 
 // text is s as a report may carry it: valid UTF-8 of at most schemas.MaxTextBytes.

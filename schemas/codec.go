@@ -39,7 +39,7 @@ func EncodeReport(r *Report) ([]byte, error) {
 		t := &r.Tokens[i]
 		p.Tokens[i] = &weirpb.Tokens{Rule: t.Rule, Layer: t.Layer, Key: t.Key, Tenant: t.Tenant, Mode: t.Mode, RateNanos: t.RateNanos,
 			Capacity: t.Capacity, LimitRateNanos: t.LimitRateNanos, LimitBurst: t.LimitBurst, Taken: t.Taken, Refused: t.Refused, Cum: t.Cum,
-			Incarnation: t.Incarnation, TokensMin: t.TokensMin, TokensLast: t.TokensLast, WindowNs: int64(t.Window)}
+			Incarnation: t.Incarnation, TokensMin: t.TokensMin, TokensLast: t.TokensLast, WindowNs: int64(t.Window), Granted: t.Granted, Consistency: t.Consistency}
 	}
 	for i := range r.Rejections {
 		j := &r.Rejections[i]
@@ -161,7 +161,8 @@ func reportFromProto(body []byte) (*Report, error) {
 	for i, t := range p.Tokens {
 		r.Tokens[i] = Tokens{Rule: t.Rule, Layer: t.Layer, Key: t.Key, Tenant: t.Tenant, Mode: t.Mode, RateNanos: t.RateNanos,
 			Capacity: t.Capacity, LimitRateNanos: t.LimitRateNanos, LimitBurst: t.LimitBurst, Taken: t.Taken, Refused: t.Refused, Cum: t.Cum,
-			Incarnation: t.Incarnation, TokensMin: t.TokensMin, TokensLast: t.TokensLast, Window: time.Duration(t.WindowNs)}
+			Incarnation: t.Incarnation, TokensMin: t.TokensMin, TokensLast: t.TokensLast, Window: time.Duration(t.WindowNs),
+			Granted: t.Granted, Consistency: t.Consistency}
 	}
 	if n := len(p.Rejections); n > 0 {
 		r.Rejections = make([]Rejection, n)
@@ -175,11 +176,11 @@ func reportFromProto(body []byte) (*Report, error) {
 
 // EncodeThrottleUpdate returns u as protobuf.
 func EncodeThrottleUpdate(u *ThrottleUpdate) ([]byte, error) {
-	p := &weirpb.ThrottleUpdate{Gateways: uint32(u.Gateways), TtlMs: u.TTL.Milliseconds(), Snapshot: u.Snapshot, Shares: make([]*weirpb.Share, len(u.Shares))}
+	p := &weirpb.ThrottleUpdate{Gateways: uint32(u.Gateways), TtlMs: u.TTL.Milliseconds(), Snapshot: u.Snapshot, Epoch: u.Epoch, Shares: make([]*weirpb.Share, len(u.Shares))}
 	for i := range u.Shares {
 		s := &u.Shares[i]
 		p.Shares[i] = &weirpb.Share{Rule: s.Rule, Key: s.Key, Version: s.Version, RateNanos: s.RateNanos, Burst: s.Burst,
-			LimitRateNanos: s.LimitRateNanos, LimitBurst: s.LimitBurst, Reason: s.Reason, Level: s.Level}
+			LimitRateNanos: s.LimitRateNanos, LimitBurst: s.LimitBurst, Reason: s.Reason, Level: s.Level, Granted: s.Granted, Grant: s.Grant}
 	}
 	b, err := proto.Marshal(p)
 	if err != nil {
@@ -197,15 +198,46 @@ func DecodeThrottleUpdate(b []byte) (*ThrottleUpdate, error) {
 	if p.TtlMs <= 0 || p.Gateways == 0 {
 		return nil, fmt.Errorf("decode throttle update: ttl %d ms and %d gateways, want both above 0", p.TtlMs, p.Gateways)
 	}
-	u := &ThrottleUpdate{Gateways: int(p.Gateways), TTL: time.Duration(p.TtlMs) * time.Millisecond, Snapshot: p.Snapshot, Shares: make([]Share, len(p.Shares))}
+	u := &ThrottleUpdate{Gateways: int(p.Gateways), TTL: time.Duration(p.TtlMs) * time.Millisecond, Snapshot: p.Snapshot, Epoch: p.Epoch, Shares: make([]Share, len(p.Shares))}
 	for i, s := range p.Shares {
 		if s.RateNanos < 0 || s.Burst < 0 {
 			return nil, fmt.Errorf("decode throttle update: share of %s %q is negative", s.Rule, s.Key)
 		}
 		u.Shares[i] = Share{Rule: s.Rule, Key: s.Key, Version: s.Version, RateNanos: s.RateNanos, Burst: s.Burst,
-			LimitRateNanos: s.LimitRateNanos, LimitBurst: s.LimitBurst, Reason: s.Reason, Level: s.Level}
+			LimitRateNanos: s.LimitRateNanos, LimitBurst: s.LimitBurst, Reason: s.Reason, Level: s.Level, Granted: s.Granted, Grant: s.Grant}
 	}
 	return u, nil
+}
+
+// EncodeTakeRequest returns q as protobuf.
+func EncodeTakeRequest(q TakeRequest) ([]byte, error) {
+	return proto.Marshal(&weirpb.TakeRequest{Rule: q.Rule, Key: q.Key, LimitRateNanos: q.LimitRateNanos, LimitBurst: q.LimitBurst, Cost: q.Cost})
+}
+
+// DecodeTakeRequest reads a request for tokens. It refuses values that no gateway sends.
+func DecodeTakeRequest(b []byte) (TakeRequest, error) {
+	var p weirpb.TakeRequest
+	if err := proto.Unmarshal(b, &p); err != nil {
+		return TakeRequest{}, fmt.Errorf("decode request for tokens: %w", err)
+	}
+	if p.Rule == "" || p.LimitRateNanos <= 0 || p.LimitBurst <= 0 || p.Cost <= 0 {
+		return TakeRequest{}, fmt.Errorf("decode request for tokens: %d of a limit of %d and %d, want all above 0 and a rule", p.Cost, p.LimitRateNanos, p.LimitBurst)
+	}
+	return TakeRequest{Rule: p.Rule, Key: p.Key, LimitRateNanos: p.LimitRateNanos, LimitBurst: p.LimitBurst, Cost: p.Cost}, nil
+}
+
+// EncodeTakeReply returns r as protobuf.
+func EncodeTakeReply(r TakeReply) ([]byte, error) {
+	return proto.Marshal(&weirpb.TakeReply{Allowed: r.Allowed, Remaining: r.Remaining, RetryInNs: int64(r.RetryIn)})
+}
+
+// DecodeTakeReply reads an answer.
+func DecodeTakeReply(b []byte) (TakeReply, error) {
+	var p weirpb.TakeReply
+	if err := proto.Unmarshal(b, &p); err != nil {
+		return TakeReply{}, fmt.Errorf("decode answer for tokens: %w", err)
+	}
+	return TakeReply{Allowed: p.Allowed, Remaining: p.Remaining, RetryIn: time.Duration(p.RetryInNs)}, nil
 }
 
 // EncodeHeartbeat returns h as protobuf.

@@ -37,7 +37,8 @@ func whole() *Report {
 			{Time: at, Tenant: "ключ", Route: "export", Rule: "contract", Layer: "contract", Rejected: 2, Cost: 2},
 		},
 		Tokens: []Tokens{{Rule: "contract", Layer: "contract", Key: "acme", Tenant: "acme", Mode: "enforce", RateNanos: 26_666_666_666, Capacity: 53,
-			LimitRateNanos: 80_000_000_000, LimitBurst: 160, Taken: 43, Refused: 2, Cum: 1043, Incarnation: 2, TokensMin: -3, TokensLast: 5, Window: 100 * time.Millisecond}},
+			LimitRateNanos: 80_000_000_000, LimitBurst: 160, Taken: 43, Refused: 2, Cum: 1043, Incarnation: 2, TokensMin: -3, TokensLast: 5, Window: 100 * time.Millisecond,
+			Granted: 17, Consistency: "lease"}},
 		Rejections: []Rejection{{Time: at, Tenant: "acme", Route: "export", Rule: "contract", Layer: "contract", Method: "GET", Path: "/report/export/a",
 			Client: "198.18.0.0/24", RetryAfterMS: 1500, Instance: "01JDQ7ZA"}},
 	}
@@ -72,7 +73,7 @@ func TestReleasedFixtures(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	u := &ThrottleUpdate{Gateways: 3, TTL: 5 * time.Second, Snapshot: true, Shares: []Share{{Rule: "contract", Key: "acme", Version: 9, RateNanos: 1, Burst: 2, LimitRateNanos: 3, LimitBurst: 4, Reason: "demand", Level: -7}}}
+	u := &ThrottleUpdate{Gateways: 3, TTL: 5 * time.Second, Snapshot: true, Epoch: 6, Shares: []Share{{Rule: "contract", Key: "acme", Version: 9, RateNanos: 1, Burst: 2, LimitRateNanos: 3, LimitBurst: 4, Reason: "demand", Level: -7, Granted: 11, Grant: 13}}}
 	upb, err := EncodeThrottleUpdate(u)
 	if err != nil {
 		t.Fatal(err)

@@ -58,7 +58,9 @@ type Tokens struct {
 	Incarnation    uint32        `json:"incarnation,omitempty"`
 	TokensMin      int64         `json:"tokens_min"`
 	TokensLast     int64         `json:"tokens_last"`
-	Window         time.Duration `json:"window_ns"` // time since this bucket's last report
+	Window         time.Duration `json:"window_ns"`             // time in which Taken and Refused came
+	Granted        uint64        `json:"granted,omitempty"`     // sum of the grants that this bucket has taken from the centre
+	Consistency    string        `json:"consistency,omitempty"` // shared (or empty), lease, strict or local
 }
 
 // Rejection is one sampled refusal, redacted at the gateway: no query, no full address, no credential.
@@ -77,7 +79,7 @@ type Rejection struct {
 
 // Refusal says why a message was not taken. Reason is one of a small set and names the dead-letter subject.
 type Refusal struct {
-	Reason string // malformed, invalid, time, size, gateway or subject
+	Reason string // malformed, invalid, time, size, gateway, subject or refused
 	Field  string // path of the field, empty for the whole body
 	Detail string
 }
@@ -97,6 +99,7 @@ const (
 	ReasonSize      = "size"      // the body is larger than MaxReportBytes
 	ReasonGateway   = "gateway"   // the body names another gateway than the subject
 	ReasonSubject   = "subject"   // the subject is not one of weir's
+	ReasonRefused   = "refused"   // it can be read, and the history would not take it
 )
 
 func invalid(field, format string, args ...any) error {
@@ -149,6 +152,11 @@ func (t *Tokens) validate(at string) error {
 	if t.Mode != "" && t.Mode != "enforce" && t.Mode != "shadow" {
 		return invalid(at+".mode", "is %.40q, want enforce or shadow", t.Mode)
 	}
+	switch t.Consistency {
+	case "", "shared", "lease", "strict", "local":
+	default:
+		return invalid(at+".consistency", "is %.40q, want shared, lease, strict or local", t.Consistency)
+	}
 	if t.RateNanos < -1 || t.LimitRateNanos < -1 {
 		return invalid(at+".rate_nanos", "is negative")
 	}
@@ -161,7 +169,7 @@ func (t *Tokens) validate(at string) error {
 	if err := validTexts(at, "rule", t.Rule, "key", t.Key, "tenant", t.Tenant, "layer", t.Layer); err != nil {
 		return err
 	}
-	return validCounts(at, "taken", t.Taken, "refused", t.Refused, "cum", t.Cum)
+	return validCounts(at, "taken", t.Taken, "refused", t.Refused, "cum", t.Cum, "granted", t.Granted)
 }
 
 func (j *Rejection) validate(at string, arrived time.Time) error {

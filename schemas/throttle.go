@@ -8,6 +8,7 @@ type ThrottleUpdate struct {
 	Gateways int           // gateways alive, the receiver included: the divisor for keys without a share
 	TTL      time.Duration // how long shares hold without another message from the centre
 	Snapshot bool          // every live share of the gateway, in answer to a request
+	Epoch    uint64        // of the centre: gateways ignore an update of an older one than the last they saw; 0 is of none
 	Shares   []Share
 }
 
@@ -22,6 +23,11 @@ type Share struct {
 	LimitBurst     int64
 	Reason         string // demand, debt or newcomer
 	Level          int64  // tokens in the central bucket, negative in debt
+
+	// Tokens that move to this gateway, as sums over the life of its bucket: it takes the difference between Grant and what it
+	// has taken so far, once, so that updates may be repeated, lost and reordered. A bucket that has taken less than Granted
+	// is another one than the centre knew, and takes nothing.
+	Granted, Grant uint64
 }
 
 // Heartbeat is a gateway's sign of life.
@@ -40,3 +46,18 @@ type Heartbeat struct {
 
 // ClockReply carries the two middle timestamps of a clock measurement, by the centre's clock.
 type ClockReply struct{ Received, Sent time.Time }
+
+// TakeRequest asks the centre for tokens of a key whose limit is kept strictly.
+type TakeRequest struct {
+	Rule, Key      string
+	LimitRateNanos int64
+	LimitBurst     int64
+	Cost           int64 // tokens, above 0
+}
+
+// TakeReply answers a TakeRequest.
+type TakeReply struct {
+	Allowed   bool
+	Remaining int64         // tokens left in the central bucket
+	RetryIn   time.Duration // 0 when allowed; else the shortest wait after which the same would be allowed
+}

@@ -236,7 +236,9 @@ type Tokens struct {
 	Incarnation    uint32                 `protobuf:"varint,13,opt,name=incarnation,proto3" json:"incarnation,omitempty"` // a key that was evicted comes back as a new incarnation
 	TokensMin      int64                  `protobuf:"zigzag64,14,opt,name=tokens_min,json=tokensMin,proto3" json:"tokens_min,omitempty"`
 	TokensLast     int64                  `protobuf:"zigzag64,15,opt,name=tokens_last,json=tokensLast,proto3" json:"tokens_last,omitempty"`
-	WindowNs       int64                  `protobuf:"zigzag64,16,opt,name=window_ns,json=windowNs,proto3" json:"window_ns,omitempty"` // time since this bucket's last report
+	WindowNs       int64                  `protobuf:"zigzag64,16,opt,name=window_ns,json=windowNs,proto3" json:"window_ns,omitempty"` // time in which taken and refused came
+	Granted        uint64                 `protobuf:"varint,17,opt,name=granted,proto3" json:"granted,omitempty"`                     // sum of the grants that this bucket has taken from the centre
+	Consistency    string                 `protobuf:"bytes,18,opt,name=consistency,proto3" json:"consistency,omitempty"`              // shared (or empty), lease, strict or local
 	unknownFields  protoimpl.UnknownFields
 	sizeCache      protoimpl.SizeCache
 }
@@ -383,6 +385,20 @@ func (x *Tokens) GetWindowNs() int64 {
 	return 0
 }
 
+func (x *Tokens) GetGranted() uint64 {
+	if x != nil {
+		return x.Granted
+	}
+	return 0
+}
+
+func (x *Tokens) GetConsistency() string {
+	if x != nil {
+		return x.Consistency
+	}
+	return ""
+}
+
 // Rejection is one sampled refusal, redacted at the gateway.
 type Rejection struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -507,6 +523,7 @@ type ThrottleUpdate struct {
 	TtlMs         int64                  `protobuf:"zigzag64,2,opt,name=ttl_ms,json=ttlMs,proto3" json:"ttl_ms,omitempty"` // how long the shares hold without another message from the centre
 	Snapshot      bool                   `protobuf:"varint,3,opt,name=snapshot,proto3" json:"snapshot,omitempty"`          // every live share of the gateway, in answer to a request
 	Shares        []*Share               `protobuf:"bytes,4,rep,name=shares,proto3" json:"shares,omitempty"`               // none is a sign of life
+	Epoch         uint64                 `protobuf:"varint,5,opt,name=epoch,proto3" json:"epoch,omitempty"`                // of the centre: an update of an older one than the last seen is ignored; 0 is of none
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -569,6 +586,13 @@ func (x *ThrottleUpdate) GetShares() []*Share {
 	return nil
 }
 
+func (x *ThrottleUpdate) GetEpoch() uint64 {
+	if x != nil {
+		return x.Epoch
+	}
+	return 0
+}
+
 // Share is a gateway's part of one key's limit.
 type Share struct {
 	state          protoimpl.MessageState `protogen:"open.v1"`
@@ -579,8 +603,10 @@ type Share struct {
 	Burst          int64                  `protobuf:"zigzag64,5,opt,name=burst,proto3" json:"burst,omitempty"`
 	LimitRateNanos int64                  `protobuf:"zigzag64,6,opt,name=limit_rate_nanos,json=limitRateNanos,proto3" json:"limit_rate_nanos,omitempty"` // the whole limit this share was cut from: a share of another limit is ignored
 	LimitBurst     int64                  `protobuf:"zigzag64,7,opt,name=limit_burst,json=limitBurst,proto3" json:"limit_burst,omitempty"`
-	Reason         string                 `protobuf:"bytes,8,opt,name=reason,proto3" json:"reason,omitempty"`  // demand, debt, newcomer
-	Level          int64                  `protobuf:"zigzag64,9,opt,name=level,proto3" json:"level,omitempty"` // tokens in the central bucket, negative in debt
+	Reason         string                 `protobuf:"bytes,8,opt,name=reason,proto3" json:"reason,omitempty"`     // demand, debt, newcomer
+	Level          int64                  `protobuf:"zigzag64,9,opt,name=level,proto3" json:"level,omitempty"`    // tokens in the central bucket, negative in debt
+	Granted        uint64                 `protobuf:"varint,10,opt,name=granted,proto3" json:"granted,omitempty"` // what the gateway had taken of grants when the centre last heard
+	Grant          uint64                 `protobuf:"varint,11,opt,name=grant,proto3" json:"grant,omitempty"`     // the sum of all grants: it takes the difference to its own count, once
 	unknownFields  protoimpl.UnknownFields
 	sizeCache      protoimpl.SizeCache
 }
@@ -674,6 +700,20 @@ func (x *Share) GetReason() string {
 func (x *Share) GetLevel() int64 {
 	if x != nil {
 		return x.Level
+	}
+	return 0
+}
+
+func (x *Share) GetGranted() uint64 {
+	if x != nil {
+		return x.Granted
+	}
+	return 0
+}
+
+func (x *Share) GetGrant() uint64 {
+	if x != nil {
+		return x.Grant
 	}
 	return 0
 }
@@ -840,6 +880,144 @@ func (x *ClockReply) GetSentNs() int64 {
 	return 0
 }
 
+// TakeRequest asks the centre for tokens of a key whose limit is kept strictly, on weir.strict.v1.<gateway>.
+type TakeRequest struct {
+	state          protoimpl.MessageState `protogen:"open.v1"`
+	Rule           string                 `protobuf:"bytes,1,opt,name=rule,proto3" json:"rule,omitempty"`
+	Key            string                 `protobuf:"bytes,2,opt,name=key,proto3" json:"key,omitempty"`
+	LimitRateNanos int64                  `protobuf:"zigzag64,3,opt,name=limit_rate_nanos,json=limitRateNanos,proto3" json:"limit_rate_nanos,omitempty"`
+	LimitBurst     int64                  `protobuf:"zigzag64,4,opt,name=limit_burst,json=limitBurst,proto3" json:"limit_burst,omitempty"`
+	Cost           int64                  `protobuf:"zigzag64,5,opt,name=cost,proto3" json:"cost,omitempty"` // tokens
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
+}
+
+func (x *TakeRequest) Reset() {
+	*x = TakeRequest{}
+	mi := &file_weir_v1_weir_proto_msgTypes[8]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *TakeRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*TakeRequest) ProtoMessage() {}
+
+func (x *TakeRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_weir_v1_weir_proto_msgTypes[8]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use TakeRequest.ProtoReflect.Descriptor instead.
+func (*TakeRequest) Descriptor() ([]byte, []int) {
+	return file_weir_v1_weir_proto_rawDescGZIP(), []int{8}
+}
+
+func (x *TakeRequest) GetRule() string {
+	if x != nil {
+		return x.Rule
+	}
+	return ""
+}
+
+func (x *TakeRequest) GetKey() string {
+	if x != nil {
+		return x.Key
+	}
+	return ""
+}
+
+func (x *TakeRequest) GetLimitRateNanos() int64 {
+	if x != nil {
+		return x.LimitRateNanos
+	}
+	return 0
+}
+
+func (x *TakeRequest) GetLimitBurst() int64 {
+	if x != nil {
+		return x.LimitBurst
+	}
+	return 0
+}
+
+func (x *TakeRequest) GetCost() int64 {
+	if x != nil {
+		return x.Cost
+	}
+	return 0
+}
+
+// TakeReply answers it.
+type TakeReply struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Allowed       bool                   `protobuf:"varint,1,opt,name=allowed,proto3" json:"allowed,omitempty"`
+	Remaining     int64                  `protobuf:"zigzag64,2,opt,name=remaining,proto3" json:"remaining,omitempty"`                    // tokens left in the central bucket
+	RetryInNs     int64                  `protobuf:"zigzag64,3,opt,name=retry_in_ns,json=retryInNs,proto3" json:"retry_in_ns,omitempty"` // 0 when allowed; else the shortest wait after which the same would be allowed
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *TakeReply) Reset() {
+	*x = TakeReply{}
+	mi := &file_weir_v1_weir_proto_msgTypes[9]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *TakeReply) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*TakeReply) ProtoMessage() {}
+
+func (x *TakeReply) ProtoReflect() protoreflect.Message {
+	mi := &file_weir_v1_weir_proto_msgTypes[9]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use TakeReply.ProtoReflect.Descriptor instead.
+func (*TakeReply) Descriptor() ([]byte, []int) {
+	return file_weir_v1_weir_proto_rawDescGZIP(), []int{9}
+}
+
+func (x *TakeReply) GetAllowed() bool {
+	if x != nil {
+		return x.Allowed
+	}
+	return false
+}
+
+func (x *TakeReply) GetRemaining() int64 {
+	if x != nil {
+		return x.Remaining
+	}
+	return 0
+}
+
+func (x *TakeReply) GetRetryInNs() int64 {
+	if x != nil {
+		return x.RetryInNs
+	}
+	return 0
+}
+
 var File_weir_v1_weir_proto protoreflect.FileDescriptor
 
 const file_weir_v1_weir_proto_rawDesc = "" +
@@ -864,7 +1042,7 @@ const file_weir_v1_weir_proto_rawDesc = "" +
 	"\x05layer\x18\x05 \x01(\tR\x05layer\x12\x18\n" +
 	"\aallowed\x18\x06 \x01(\x04R\aallowed\x12\x1a\n" +
 	"\brejected\x18\a \x01(\x04R\brejected\x12\x12\n" +
-	"\x04cost\x18\b \x01(\x04R\x04cost\"\xb7\x03\n" +
+	"\x04cost\x18\b \x01(\x04R\x04cost\"\xf3\x03\n" +
 	"\x06Tokens\x12\x12\n" +
 	"\x04rule\x18\x01 \x01(\tR\x04rule\x12\x14\n" +
 	"\x05layer\x18\x02 \x01(\tR\x05layer\x12\x10\n" +
@@ -886,7 +1064,9 @@ const file_weir_v1_weir_proto_rawDesc = "" +
 	"tokens_min\x18\x0e \x01(\x12R\ttokensMin\x12\x1f\n" +
 	"\vtokens_last\x18\x0f \x01(\x12R\n" +
 	"tokensLast\x12\x1b\n" +
-	"\twindow_ns\x18\x10 \x01(\x12R\bwindowNs\"\xfe\x01\n" +
+	"\twindow_ns\x18\x10 \x01(\x12R\bwindowNs\x12\x18\n" +
+	"\agranted\x18\x11 \x01(\x04R\agranted\x12 \n" +
+	"\vconsistency\x18\x12 \x01(\tR\vconsistency\"\xfe\x01\n" +
 	"\tRejection\x12\x13\n" +
 	"\x05ts_ns\x18\x01 \x01(\x12R\x04tsNs\x12\x16\n" +
 	"\x06tenant\x18\x02 \x01(\tR\x06tenant\x12\x14\n" +
@@ -898,12 +1078,13 @@ const file_weir_v1_weir_proto_rawDesc = "" +
 	"\x06client\x18\b \x01(\tR\x06client\x12$\n" +
 	"\x0eretry_after_ms\x18\t \x01(\x12R\fretryAfterMs\x12\x1a\n" +
 	"\binstance\x18\n" +
-	" \x01(\tR\binstance\"\x87\x01\n" +
+	" \x01(\tR\binstance\"\x9d\x01\n" +
 	"\x0eThrottleUpdate\x12\x1a\n" +
 	"\bgateways\x18\x01 \x01(\rR\bgateways\x12\x15\n" +
 	"\x06ttl_ms\x18\x02 \x01(\x12R\x05ttlMs\x12\x1a\n" +
 	"\bsnapshot\x18\x03 \x01(\bR\bsnapshot\x12&\n" +
-	"\x06shares\x18\x04 \x03(\v2\x0e.weir.v1.ShareR\x06shares\"\xf5\x01\n" +
+	"\x06shares\x18\x04 \x03(\v2\x0e.weir.v1.ShareR\x06shares\x12\x14\n" +
+	"\x05epoch\x18\x05 \x01(\x04R\x05epoch\"\xa5\x02\n" +
 	"\x05Share\x12\x12\n" +
 	"\x04rule\x18\x01 \x01(\tR\x04rule\x12\x10\n" +
 	"\x03key\x18\x02 \x01(\tR\x03key\x12\x18\n" +
@@ -915,7 +1096,10 @@ const file_weir_v1_weir_proto_rawDesc = "" +
 	"\vlimit_burst\x18\a \x01(\x12R\n" +
 	"limitBurst\x12\x16\n" +
 	"\x06reason\x18\b \x01(\tR\x06reason\x12\x14\n" +
-	"\x05level\x18\t \x01(\x12R\x05level\"\xaa\x02\n" +
+	"\x05level\x18\t \x01(\x12R\x05level\x12\x18\n" +
+	"\agranted\x18\n" +
+	" \x01(\x04R\agranted\x12\x14\n" +
+	"\x05grant\x18\v \x01(\x04R\x05grant\"\xaa\x02\n" +
 	"\tHeartbeat\x12\x12\n" +
 	"\x04boot\x18\x01 \x01(\tR\x04boot\x12\x1c\n" +
 	"\n" +
@@ -932,7 +1116,18 @@ const file_weir_v1_weir_proto_rawDesc = "" +
 	"ClockReply\x12\x1f\n" +
 	"\vreceived_ns\x18\x01 \x01(\x12R\n" +
 	"receivedNs\x12\x17\n" +
-	"\asent_ns\x18\x02 \x01(\x12R\x06sentNsB'Z%github.com/weirhq/weir/schemas/weirpbb\x06proto3"
+	"\asent_ns\x18\x02 \x01(\x12R\x06sentNs\"\x92\x01\n" +
+	"\vTakeRequest\x12\x12\n" +
+	"\x04rule\x18\x01 \x01(\tR\x04rule\x12\x10\n" +
+	"\x03key\x18\x02 \x01(\tR\x03key\x12(\n" +
+	"\x10limit_rate_nanos\x18\x03 \x01(\x12R\x0elimitRateNanos\x12\x1f\n" +
+	"\vlimit_burst\x18\x04 \x01(\x12R\n" +
+	"limitBurst\x12\x12\n" +
+	"\x04cost\x18\x05 \x01(\x12R\x04cost\"c\n" +
+	"\tTakeReply\x12\x18\n" +
+	"\aallowed\x18\x01 \x01(\bR\aallowed\x12\x1c\n" +
+	"\tremaining\x18\x02 \x01(\x12R\tremaining\x12\x1e\n" +
+	"\vretry_in_ns\x18\x03 \x01(\x12R\tretryInNsB'Z%github.com/weirhq/weir/schemas/weirpbb\x06proto3"
 
 var (
 	file_weir_v1_weir_proto_rawDescOnce sync.Once
@@ -946,7 +1141,7 @@ func file_weir_v1_weir_proto_rawDescGZIP() []byte {
 	return file_weir_v1_weir_proto_rawDescData
 }
 
-var file_weir_v1_weir_proto_msgTypes = make([]protoimpl.MessageInfo, 8)
+var file_weir_v1_weir_proto_msgTypes = make([]protoimpl.MessageInfo, 10)
 var file_weir_v1_weir_proto_goTypes = []any{
 	(*Report)(nil),         // 0: weir.v1.Report
 	(*Usage)(nil),          // 1: weir.v1.Usage
@@ -956,6 +1151,8 @@ var file_weir_v1_weir_proto_goTypes = []any{
 	(*Share)(nil),          // 5: weir.v1.Share
 	(*Heartbeat)(nil),      // 6: weir.v1.Heartbeat
 	(*ClockReply)(nil),     // 7: weir.v1.ClockReply
+	(*TakeRequest)(nil),    // 8: weir.v1.TakeRequest
+	(*TakeReply)(nil),      // 9: weir.v1.TakeReply
 }
 var file_weir_v1_weir_proto_depIdxs = []int32{
 	1, // 0: weir.v1.Report.usage:type_name -> weir.v1.Usage
@@ -980,7 +1177,7 @@ func file_weir_v1_weir_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_weir_v1_weir_proto_rawDesc), len(file_weir_v1_weir_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   8,
+			NumMessages:   10,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

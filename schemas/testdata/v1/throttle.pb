@@ -1,2 +1,2 @@
-N"$
-contractacme	 (08BdemandH
+N"(
+contractacme	 (08BdemandHPX(
