@@ -61,8 +61,8 @@ func BenchmarkFlush(b *testing.B) {
 			r.Count(time.Now(), t, "route", "", "", 1)
 		}
 		r.flush(true)
-		for r.spool.Head() != nil {
-			r.spool.Remove()
+		for next, _ := r.spool.Next(); next != nil; next, _ = r.spool.Next() {
+			r.spool.Sent(0)
 		}
 	}
 	b.ReportMetric(float64(b.Elapsed().Nanoseconds())/float64(b.N)/keys, "ns/key")

@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"log/slog"
 	"math/rand/v2"
-	"sync"
 	"sync/atomic"
 	"time"
 
@@ -24,7 +23,7 @@ type Config struct {
 	AllEvery       time.Duration // all touched buckets are reported this often (2s)
 	MaxEntries     int           // of one report (500)
 	MaxBytes       int           // of one encoded report, and below the server's max_payload (512 KiB)
-	MaxReports     int           // sealed and not yet stored; past it counts merge in memory (64)
+	MaxReports     int           // sealed and not in the stream; past it buckets, and without a Spool counts, merge in memory (64)
 	MaxRejections  int           // samples in each UsageEvery (20)
 	PublishTimeout time.Duration // of one attempt (2s)
 	RetryMin       time.Duration // wait after a failed attempt, doubling (50ms)
@@ -32,6 +31,8 @@ type Config struct {
 	DrainTimeout   time.Duration // for what is left when Run is told to stop (8s)
 	LogEvery       time.Duration // while publishing fails it is told once, then summarised this often (1m)
 
+	Spool         Spool         // where counts and reports wait (in memory); one that outlives the process needs a Publisher that is a Stream
+	MaxPayload    func() int64  // of a message, as the server says now; 0 while it is not known (0)
 	PolicyVersion func() uint64 // in force now, stamped on every report (0)
 	Clock         func() int64  // the buckets' clock, in nanoseconds, handed to Collect (time since New)
 }
@@ -62,6 +63,9 @@ func (c Config) withDefaults() Config {
 	def(&c.LogEvery, time.Minute)
 	if c.PolicyVersion == nil {
 		c.PolicyVersion = func() uint64 { return 0 }
+	}
+	if c.MaxPayload == nil {
+		c.MaxPayload = func() int64 { return 0 }
 	}
 	if c.Clock == nil {
 		start := time.Now()
@@ -96,6 +100,8 @@ type Metrics struct {
 	Failures   prometheus.Counter     // attempts to store a report that failed
 	Reports    prometheus.Gauge       // sealed and not yet stored
 	Merged     prometheus.Gauge       // entries that wait in memory for room to be sealed
+	Again      prometheus.Counter     // reports that are sent again, for the stream has lost them
+	Confirms   *prometheus.CounterVec // result: ok, failed
 	Rejections *prometheus.CounterVec // result: kept, dropped
 	Seconds    prometheus.Histogram   // from seal to stored
 }
@@ -112,6 +118,8 @@ func NewMetrics(reg prometheus.Registerer) *Metrics {
 		Failures: prometheus.NewCounter(prometheus.CounterOpts{Name: "weir_ingest_publish_failures_total", Help: "Attempts to store a usage report that failed. The report is tried again."}),
 		Reports:  prometheus.NewGauge(prometheus.GaugeOpts{Name: "weir_ingest_pending_reports", Help: "Usage reports sealed and not yet stored."}),
 		Merged:   prometheus.NewGauge(prometheus.GaugeOpts{Name: "weir_ingest_merged_entries", Help: "Usage and bucket entries that merge in memory because too many reports wait."}),
+		Again:    prometheus.NewCounter(prometheus.CounterOpts{Name: "weir_ingest_sent_again_total", Help: "Usage reports that the stream had taken, that are not in the history, and that are sent again."}),
+		Confirms: prometheus.NewCounterVec(prometheus.CounterOpts{Name: "weir_ingest_confirmations_total", Help: "Questions to the history about what it has."}, []string{"result"}),
 		Rejections: prometheus.NewCounterVec(prometheus.CounterOpts{Name: "weir_ingest_rejection_samples_total",
 			Help: "Sampled rejections, kept or dropped. Every rejection is counted in the usage either way."}, []string{"result"}),
 		Seconds: prometheus.NewHistogram(prometheus.HistogramOpts{Name: "weir_ingest_store_seconds", Help: "Time from the seal of a usage report until it is stored.",
@@ -120,37 +128,45 @@ func NewMetrics(reg prometheus.Registerer) *Metrics {
 	for _, r := range []string{"kept", "dropped"} {
 		m.Rejections.WithLabelValues(r)
 	}
-	reg.MustRegister(m.Failures, m.Reports, m.Merged, m.Rejections, m.Seconds)
+	reg.MustRegister(m.Failures, m.Reports, m.Merged, m.Again, m.Confirms, m.Rejections, m.Seconds)
 	return m
 }
 
 // Reporter gathers, seals and sends the usage of one gateway. Count and Reject may be called from any goroutine.
 //
-// Nothing is ever dropped but samples of rejections. While reports cannot be stored, MaxReports of them wait; after
-// that, counts merge per (tenant, route, rule, layer, hour) and per bucket incarnation. An entry then costs about
-// 400 bytes besides its text (TestOutageMemoryIsBounded measures it), so an outage of h hours over k live
-// (tenant, route, outcome) takes 400·k·h bytes: 4 MB an hour for 10,000 tenants, and 500 bytes for each bucket touched.
+// Nothing is ever dropped but samples of rejections. While the spool is full, counts merge per (tenant, route, rule,
+// layer, hour), and buckets per incarnation. An entry then costs about 400 bytes besides its text
+// (TestOutageMemoryIsBounded measures it), so an outage of h hours over k live (tenant, route, outcome) takes 400·k·h
+// bytes: 4 MB an hour for 10,000 tenants, and 500 bytes for each bucket touched. A spool on disk takes reports until it
+// is full, and memory does not grow before; MaxReports then bounds only reports of buckets.
 type Reporter struct {
 	cfg     Config
 	gateway string
 	boot    string
 	buckets Buckets
-	pub     Publisher
+	stream  Stream
 	log     *slog.Logger
 	m       *Metrics
 
-	counts     counts
-	samples    samples
-	spool      spool
-	stored     chan struct{} // signalled when the spool has shrunk
-	lastErr    atomic.Pointer[error]
-	mu         sync.Mutex // the fields below
+	counts  counts
+	samples samples
+	spool   Spool
+	sealed  atomic.Uint64 // requests that the spool has taken
+	shrunk  chan struct{} // signalled when the spool has shrunk
+	lastErr atomic.Pointer[error]
+
+	// Run's own.
 	pending    pending
+	generation uint32 // that requests are counted in
+	gathered   uint64 // requests, up to the last drain
+	told       uint64 // of them, in Metrics.Admitted
 	seq        uint64
 	usageAt    time.Time // last flush of each kind
 	allAt      time.Time
 	flushedAt  time.Time
 	wasMerging int
+	full       bool // the spool was, at the last seal
+	refusedAt  time.Time
 }
 
 // New returns a reporter for one life of a gateway. boot must be a valid name that nobody can guess and that was
@@ -160,9 +176,19 @@ func New(cfg Config, gateway, boot string, buckets Buckets, pub Publisher, log *
 		m = NewMetrics(prometheus.NewRegistry())
 	}
 	cfg = cfg.withDefaults()
-	r := &Reporter{cfg: cfg, gateway: gateway, boot: boot, buckets: buckets, pub: pub, log: log, m: m,
-		spool: newMemory(cfg.MaxReports), stored: make(chan struct{}, 1), pending: newPending()}
-	r.counts.init()
+	r := &Reporter{cfg: cfg, gateway: gateway, boot: boot, buckets: buckets, log: log, m: m,
+		spool: cfg.Spool, shrunk: make(chan struct{}, 1), pending: newPending(), generation: 1}
+	var ok bool
+	if r.stream, ok = pub.(Stream); !ok {
+		r.stream = direct{pub}
+	}
+	if r.spool == nil {
+		r.spool = newMemory(cfg.MaxReports)
+	}
+	r.seq = r.spool.Seq()
+	reports, _ := r.spool.Len() // of earlier lives
+	m.Reports.Add(float64(reports))
+	r.counts.init(r.spool)
 	r.samples.max = int64(cfg.MaxRejections)
 	return r
 }
@@ -181,17 +207,17 @@ func (r *Reporter) Reject(j schemas.Rejection) {
 	}
 }
 
-// Pending says how many sealed reports are not yet known to be stored, and how many requests are not: in those
-// reports and outside of them.
+// Pending says how many sealed reports are not yet known to be in the stream, and how many requests are not: in those
+// reports and outside of them. A request that is being sealed may be in it twice.
 func (r *Reporter) Pending() (reports int, requests uint64) {
-	r.mu.Lock() // so that nothing is on its way from counts to pending, or to the spool
-	defer r.mu.Unlock()
+	sealed := r.sealed.Load()
+	total, _ := r.counts.total()
 	reports, requests = r.spool.Len()
-	return reports, requests + r.pending.requests + r.counts.len()
+	return reports, requests + total - sealed
 }
 
 // Run seals and sends until ctx is done, and then what is left, for at most DrainTimeout. Requests should no longer
-// come in by then. The error says what could not be stored.
+// come in by then. The error says what is lost, or may be: reports that a Spool keeps for the next life are not.
 func (r *Reporter) Run(ctx context.Context) error {
 	sending, stop := context.WithCancel(context.WithoutCancel(ctx))
 	defer stop()
@@ -224,7 +250,7 @@ func (r *Reporter) Run(ctx context.Context) error {
 		case <-early:
 			early = nil
 			r.flush(false)
-		case <-r.stored:
+		case <-r.shrunk:
 			r.seal()
 		}
 	}
@@ -235,8 +261,11 @@ func (r *Reporter) Run(ctx context.Context) error {
 		if reports, requests := r.Pending(); reports == 0 && requests == 0 && r.merging() == 0 {
 			break
 		}
+		if r.cfg.Spool != nil && r.lastErr.Load() != nil { // it waits as well on disk
+			break
+		}
 		select {
-		case <-r.stored:
+		case <-r.shrunk:
 		case <-tick.C:
 		case <-deadline:
 			end = true
@@ -244,19 +273,23 @@ func (r *Reporter) Run(ctx context.Context) error {
 	}
 	stop()
 	<-done
-	if reports, requests := r.Pending(); reports > 0 || requests > 0 {
-		err := fmt.Errorf("drain usage of gateway %s: %d reports and %d requests are not known to be stored after %s", r.gateway, reports, requests, r.cfg.DrainTimeout)
-		if last := r.lastErr.Load(); last != nil {
-			err = fmt.Errorf("%w: %s", err, (*last).Error()) // not wrapped: a publish that our end cancelled is not the end we were asked for
-		}
-		return err
+	reports, requests := r.Pending()
+	if reports == 0 && requests == 0 {
+		return nil
 	}
-	return nil
+	if r.cfg.Spool != nil {
+		r.log.Info("usage stays in the spool, the next start delivers it", "gateway", r.gateway, "reports", reports, "requests", requests)
+		return nil
+	}
+	err := fmt.Errorf("drain usage of gateway %s: %d reports and %d requests are not known to be stored after %s", r.gateway, reports, requests, r.cfg.DrainTimeout)
+	if last := r.lastErr.Load(); last != nil {
+		err = fmt.Errorf("%w: %s", err, (*last).Error()) // not wrapped: a publish that our end cancelled is not the end we were asked for
+	}
+	return err
 }
 
 // flush gathers what is due, or everything, and seals it.
 func (r *Reporter) flush(everything bool) {
-	r.mu.Lock()
 	now := time.Now()
 	all := everything || now.Sub(r.allAt) >= r.cfg.AllEvery
 	r.buckets.Collect(r.cfg.Clock(), all, r.pending.addTokens)
@@ -265,42 +298,92 @@ func (r *Reporter) flush(everything bool) {
 	}
 	if everything || now.Sub(r.usageAt) >= r.cfg.UsageEvery {
 		r.usageAt = now
-		before := r.pending.requests
-		r.counts.drain(r.pending.addUsage)
-		r.m.Admitted.Add(float64(r.pending.requests - before))
+		r.gather()
 		kept, dropped := r.pending.addRejections(r.samples.drain(), 10*r.cfg.MaxRejections)
 		r.m.Rejections.WithLabelValues("kept").Add(float64(kept))
 		r.m.Rejections.WithLabelValues("dropped").Add(float64(dropped))
 	}
 	r.flushedAt = now
-	r.mu.Unlock()
 	r.seal()
 }
 
-// seal makes reports of what is pending, as long as the spool takes them. What it does not take stays and merges.
-func (r *Reporter) seal() {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	for r.pending.len() > 0 {
-		report, cut := r.pending.cut(r.cfg.MaxEntries, r.cfg.MaxBytes)
-		report.Gateway, report.Boot, report.Seq = r.gateway, r.boot, r.seq+1
-		report.PolicyVersion, report.SealedAt = r.cfg.PolicyVersion(), time.Now().UTC()
-		if err := r.spool.Append(report); err != nil {
-			break
+// gather takes over what was counted, when it can be sealed now. Otherwise it stays where it is: it merges there, and a
+// spool on disk keeps it there.
+func (r *Reporter) gather() {
+	if len(r.pending.usage) == 0 && !r.spool.Full() {
+		closed := r.generation
+		r.generation++
+		r.gathered = r.counts.drain(r.generation, r.pending.addUsage)
+		if len(r.pending.usage) > 0 {
+			r.pending.generation = closed
 		}
-		r.seq++
-		r.pending.remove(cut)
-		r.m.Spooled.Add(float64(report.Requests()))
-		r.m.Reports.Inc()
 	}
-	r.m.Merged.Add(float64(r.pending.len() - r.wasMerging))
-	r.wasMerging = r.pending.len()
+	total, _ := r.counts.total()
+	r.m.Admitted.Add(float64(total - r.told))
+	r.told = total
 }
 
+// seal makes reports of what is pending, all or none. What the spool does not take stays and merges.
+func (r *Reporter) seal() {
+	defer func() {
+		r.m.Merged.Add(float64(r.merging() - r.wasMerging))
+		r.wasMerging = r.merging()
+	}()
+	full := r.spool.Full()
+	if r.full && !full && len(r.pending.usage) == 0 { // what has merged meanwhile
+		r.gather()
+	}
+	r.full = full
+	reports, _ := r.spool.Len()
+	if r.pending.len() == 0 || full || reports >= r.cfg.MaxReports && len(r.pending.usage) == 0 {
+		return
+	}
+	if !r.refusedAt.IsZero() && time.Since(r.refusedAt) < r.cfg.RetryMax {
+		return
+	}
+	bytes := r.cfg.MaxBytes
+	if most := r.cfg.MaxPayload(); most > 0 {
+		bytes = min(bytes, int(most)-headerBytes)
+	}
+	seq, requests, version, now := r.seq, uint64(0), r.cfg.PolicyVersion(), time.Now().UTC()
+	var err error
+	for report, at := r.pending.cut(cut{}, r.cfg.MaxEntries, bytes); report != nil && err == nil; report, at = r.pending.cut(at, r.cfg.MaxEntries, bytes) {
+		seq++
+		report.Gateway, report.Boot, report.Seq = r.gateway, r.boot, seq
+		report.PolicyVersion, report.SealedAt = version, now
+		requests += report.Requests()
+		err = r.spool.Append(report)
+	}
+	if err == nil {
+		err = r.spool.Commit(r.pending.generation)
+	}
+	if err != nil { // nothing was taken
+		if r.refusedAt.IsZero() {
+			r.log.Error("the spool takes no reports, counts merge until it does; requests go on", "gateway", r.gateway, "err", err)
+		}
+		r.refusedAt = time.Now()
+		return
+	}
+	if !r.refusedAt.IsZero() {
+		r.refusedAt = time.Time{}
+		r.log.Info("the spool takes reports again", "gateway", r.gateway)
+	}
+	r.m.Reports.Add(float64(seq - r.seq))
+	r.m.Spooled.Add(float64(requests))
+	r.seq = seq
+	r.sealed.Store(r.gathered)
+	r.pending.clear()
+}
+
+// headerBytes is room for what a message has besides its report.
+const headerBytes = 512
+
 func (r *Reporter) merging() int {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	return r.pending.len()
+	_, cells := r.counts.total()
+	if !r.full {
+		cells = 0 // they wait for the next flush only
+	}
+	return r.pending.len() + cells
 }
 
 // send stores the spool's reports in order, each tried again until it is stored or ctx is done.
@@ -312,21 +395,36 @@ func (r *Reporter) send(ctx context.Context) {
 			r.m.Degraded.Dec()
 		}
 	}()
-	for {
-		report := r.spool.Head()
+	confirm := time.NewTicker(confirmEvery)
+	defer confirm.Stop()
+	if reports, _ := r.spool.Len(); reports > 0 {
+		r.confirm(ctx) // what is stored already need not be sent
+	}
+	for ctx.Err() == nil {
+		select {
+		case <-confirm.C:
+			if r.spool.Unconfirmed() > 0 {
+				r.confirm(ctx)
+			}
+		default:
+		}
+		report, again := r.spool.Next()
 		if report == nil {
 			select {
 			case <-r.spool.Filled():
-				continue
+			case <-confirm.C:
+				if r.spool.Unconfirmed() > 0 {
+					r.confirm(ctx)
+				}
 			case <-ctx.Done():
-				return
 			}
+			continue
 		}
 		attempt, cancel := context.WithTimeout(ctx, r.cfg.PublishTimeout)
-		err := r.pub.Publish(attempt, report)
+		at, err := r.stream.Put(attempt, report, again)
 		cancel()
 		if err == nil {
-			r.remove(report)
+			r.sent(report, at)
 			if failed > 0 {
 				r.m.Degraded.Dec()
 				r.log.Info("usage reports are stored again", "gateway", r.gateway, "after", time.Since(since).Round(time.Millisecond), "attempts", failed)
@@ -337,6 +435,10 @@ func (r *Reporter) send(ctx context.Context) {
 		}
 		r.lastErr.Store(&err)
 		r.m.Failures.Inc()
+		if errors.Is(err, ErrTooLarge) { // it must not hold up the others
+			r.log.Error("usage report is larger than the server takes: it is kept, and the others go first", "gateway", r.gateway, "boot", report.Boot, "seq", report.Seq, "err", err)
+			r.spool.Skip()
+		}
 		if failed++; failed == 1 {
 			since, told = time.Now(), time.Now()
 			r.m.Degraded.Inc()
@@ -355,75 +457,42 @@ func (r *Reporter) send(ctx context.Context) {
 	}
 }
 
-func (r *Reporter) remove(report *schemas.Report) {
-	r.spool.Remove()
+func (r *Reporter) sent(report *schemas.Report, at uint64) {
+	before, _ := r.spool.Len()
+	r.spool.Sent(at)
 	r.m.Reports.Dec()
 	r.m.Acked.Add(float64(report.Requests()))
 	r.m.Seconds.Observe(time.Since(report.SealedAt).Seconds())
+	if before > 1 && !r.spool.Full() && before != r.cfg.MaxReports {
+		return
+	}
+	r.wake()
+}
+
+func (r *Reporter) wake() {
 	select {
-	case r.stored <- struct{}{}:
+	case r.shrunk <- struct{}{}:
 	default:
 	}
 }
 
-// spool holds sealed reports in order, from the seal until the stream has them. One goroutine appends and one removes.
-type spool interface {
-	Append(*schemas.Report) error // an error means that it was not taken
-	Head() *schemas.Report        // the oldest; nil when there is none
-	Remove()                      // the oldest
-	Filled() <-chan struct{}      // signalled after an Append
-	Len() (reports int, requests uint64)
-}
-
-var errFull = errors.New("spool is full")
-
-// memory is a spool that does not outlive the process.
-type memory struct {
-	max      int
-	filled   chan struct{}
-	mu       sync.Mutex // the fields below
-	reports  []*schemas.Report
-	requests uint64
-}
-
-func newMemory(max int) *memory { return &memory{max: max, filled: make(chan struct{}, 1)} }
-
-func (s *memory) Append(r *schemas.Report) error {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if len(s.reports) >= s.max {
-		return errFull
+// confirm lets the spool forget what the history has.
+func (r *Reporter) confirm(ctx context.Context) {
+	attempt, cancel := context.WithTimeout(ctx, r.cfg.PublishTimeout)
+	defer cancel()
+	floor, stored, err := r.stream.Stored(attempt)
+	if err != nil {
+		r.m.Confirms.WithLabelValues("failed").Inc()
+		r.log.Debug("the history does not say what it has", "gateway", r.gateway, "err", err)
+		return
 	}
-	s.reports = append(s.reports, r)
-	s.requests += r.Requests()
-	select {
-	case s.filled <- struct{}{}:
-	default:
+	r.m.Confirms.WithLabelValues("ok").Inc()
+	before, _ := r.spool.Len()
+	if again := r.spool.Stored(floor, stored); again > 0 {
+		r.m.Again.Add(float64(again))
+		r.log.Warn("reports that were in the stream are not in the history, sending them again", "gateway", r.gateway, "reports", again)
 	}
-	return nil
-}
-
-func (s *memory) Head() *schemas.Report {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if len(s.reports) == 0 {
-		return nil
-	}
-	return s.reports[0]
-}
-
-func (s *memory) Remove() {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	s.requests -= s.reports[0].Requests()
-	s.reports[0] = nil
-	s.reports = s.reports[1:]
-}
-
-func (s *memory) Filled() <-chan struct{} { return s.filled }
-
-func (s *memory) Len() (int, uint64) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return len(s.reports), s.requests
+	after, _ := r.spool.Len()
+	r.m.Reports.Add(float64(after - before))
+	r.wake()
 }

@@ -361,8 +361,8 @@ func TestShutdownIsBoundedAndSaysWhatIsLeft(t *testing.T) {
 		if took := time.Since(begun); took != 3*time.Second {
 			t.Errorf("draining took %s, want 3s", took)
 		}
-		if err == nil || !strings.Contains(err.Error(), "2 reports and 100 requests") || !strings.Contains(err.Error(), "nats is away") {
-			t.Errorf("Run = %v, want 2 reports, 100 requests and the cause", err)
+		if err == nil || !strings.Contains(err.Error(), "10 reports and 100 requests") || !strings.Contains(err.Error(), "nats is away") {
+			t.Errorf("Run = %v, want 10 reports, 100 requests and the cause", err)
 		}
 	})
 }
@@ -628,8 +628,8 @@ func TestOutageMemoryIsBounded(t *testing.T) {
 		entries := r.merging()
 		reports, requests := r.Pending()
 		t.Logf("%d requests wait in %d reports and %d entries: %d MB, %d bytes for each key and hour", requests, reports, entries, used>>20, used/(tenants*hours))
-		if requests != n || reports != 64 {
-			t.Errorf("Pending() = %d, %d, want 64, %d", reports, requests, n)
+		if requests != n || reports < 64 || reports >= 64+tenants/500 { // the last group is taken whole
+			t.Errorf("Pending() = %d, %d, want 64 or a little more, %d", reports, requests, n)
 		}
 		if entries > tenants*hours {
 			t.Errorf("%d entries, want at most one for each of %d keys and %d hours", entries, tenants, hours)
@@ -686,12 +686,10 @@ func (f publisherFunc) Publish(ctx context.Context, r *schemas.Report) error { r
 func TestCountsBeyondTheBoundsOfAnEntryAreSplit(t *testing.T) {
 	p := newPending()
 	for range 5 {
-		p.addUsage(&cell{key: usageKey{tenant: "a"}, n: 2, cost: schemas.MaxCount / 2})
+		p.addUsage(&cell{key: usageKey{tenant: "a"}, at: &Cell{n: 2, cost: [2]uint64{schemas.MaxCount / 2}}})
 	}
 	var cost, n uint64
-	for len(p.usage) > 0 {
-		r, c := p.cut(2, 1<<20)
-		p.remove(c)
+	for r, c := p.cut(cut{}, 2, 1<<20); r != nil; r, c = p.cut(c, 2, 1<<20) {
 		for _, u := range r.Usage {
 			if u.Cost > schemas.MaxCount {
 				t.Errorf("cost = %d", u.Cost)
@@ -700,8 +698,8 @@ func TestCountsBeyondTheBoundsOfAnEntryAreSplit(t *testing.T) {
 			n += u.Allowed
 		}
 	}
-	if n != 10 || cost != 5*(schemas.MaxCount/2) || p.requests != 0 || len(p.usageAt) != 0 {
-		t.Errorf("requests %d of cost %d, left %d, index %v", n, cost, p.requests, p.usageAt)
+	if n != 10 || cost != 5*(schemas.MaxCount/2) {
+		t.Errorf("requests %d of cost %d", n, cost)
 	}
 }
 
@@ -712,14 +710,12 @@ func TestSizeBoundHolds(t *testing.T) {
 	now := time.Now()
 	for i := range 2000 {
 		k := fmt.Sprintf("%s%d", long[:250], i)
-		p.addUsage(&cell{key: usageKey{k, long, long, long}, n: schemas.MaxCount, cost: schemas.MaxCount, first: now.UnixNano()})
+		p.addUsage(&cell{key: usageKey{k, long, long, long}, at: &Cell{n: schemas.MaxCount, cost: [2]uint64{schemas.MaxCount, schemas.MaxCount}, first: now.UnixNano()}})
 		p.addTokens(schemas.Tokens{Rule: long, Layer: long, Key: k, Tenant: long, Mode: "enforce", RateNanos: 1<<63 - 1, Capacity: 1<<63 - 1, LimitRateNanos: 1<<63 - 1,
 			LimitBurst: 1<<63 - 1, Taken: schemas.MaxCount, Refused: schemas.MaxCount, Cum: schemas.MaxCount, Incarnation: 1<<32 - 1, TokensMin: -1 << 63, TokensLast: -1 << 63, Window: 1<<63 - 1})
 		p.addRejections([]schemas.Rejection{{Time: now, Tenant: long, Route: long, Rule: long, Layer: long, Method: long, Path: long, Client: long, RetryAfterMS: 1<<63 - 1, Instance: long}}, 1<<20)
 	}
-	for p.len() > 0 {
-		r, c := p.cut(500, 512<<10)
-		p.remove(c)
+	for r, c := p.cut(cut{}, 500, 512<<10); r != nil; r, c = p.cut(c, 500, 512<<10) {
 		r.Boot, r.Seq, r.PolicyVersion, r.SealedAt = strings.Repeat("b", 64), 1<<64-1, 1<<64-1, now
 		body, err := schemas.EncodeReport(r)
 		if err != nil {
@@ -728,7 +724,7 @@ func TestSizeBoundHolds(t *testing.T) {
 		if len(body) >= 512<<10 {
 			t.Fatalf("%d bytes with %+v", len(body), c)
 		}
-		if len(body) < 256<<10 && p.len() > 0 {
+		if len(body) < 256<<10 && c.rejections < len(p.rejections) {
 			t.Errorf("only %d bytes with %+v: the bound is too careful", len(body), c)
 		}
 	}
@@ -737,14 +733,17 @@ func TestSizeBoundHolds(t *testing.T) {
 // Keys with one hash are counted apart.
 func TestKeysWithOneHashAreCountedApart(t *testing.T) {
 	var c counts
-	c.init()
+	c.init(newMemory(1))
 	for i := range 30 {
 		c.add(time.Now(), usageKey{"a", "r", "rule", fmt.Sprint("layer", i%3)}, 1)
 	}
 	got := map[string]uint64{}
-	c.drain(func(x *cell) { got[x.key.layer] += x.n })
+	c.drain(2, func(x *cell) {
+		n, _, _ := x.at.Read()
+		got[x.key.layer] += n
+	})
 	if len(got) != 3 || got["layer0"] != 10 || got["layer1"] != 10 || got["layer2"] != 10 {
 		t.Errorf("counted %v, want 10 each", got)
 	}
-	c.drain(func(x *cell) { t.Errorf("%+v is counted twice", x) })
+	c.drain(3, func(x *cell) { t.Errorf("%+v is counted twice", x) })
 }

@@ -27,6 +27,7 @@ var rules = []struct {
 	{"enforcer/natsfeed", []string{"enforcer", "schemas", "internal"}},
 	{"enforcer", []string{"limits", "schemas"}},
 	{"ingest/jetstream", []string{"ingest", "schemas", "internal"}},
+	{"ingest/spool", []string{"ingest", "schemas"}},
 	{"ingest", []string{"schemas"}},
 	{"aggregator/redis", []string{"aggregator", "schemas", "internal"}},
 	{"aggregator/clickhouse", []string{"aggregator", "schemas", "internal"}},

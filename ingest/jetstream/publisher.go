@@ -13,6 +13,7 @@ import (
 	"github.com/nats-io/nats.go"
 	"github.com/nats-io/nats.go/jetstream"
 
+	"github.com/weirhq/weir/ingest"
 	"github.com/weirhq/weir/schemas"
 )
 
@@ -24,7 +25,7 @@ const (
 )
 
 // ErrTooLarge is in the chain of the error for a report that the server would not take at any time.
-var ErrTooLarge = errors.New("report is larger than the server's max_payload")
+var ErrTooLarge = ingest.ErrTooLarge
 
 // Publisher stores the reports of one gateway.
 //
@@ -35,6 +36,7 @@ var ErrTooLarge = errors.New("report is larger than the server's max_payload")
 type Publisher struct {
 	nc      *nats.Conn
 	js      jetstream.JetStream
+	gateway string
 	subject string
 	m       *Metrics
 
@@ -54,36 +56,42 @@ func NewPublisher(nc *nats.Conn, gateway string, m *Metrics) (*Publisher, error)
 	if err != nil {
 		return nil, fmt.Errorf("publish usage of %s: %w", gateway, err)
 	}
-	return &Publisher{nc: nc, js: js, subject: schemas.UsagePrefix + gateway, m: m.orPrivate()}, nil
+	return &Publisher{nc: nc, js: js, gateway: gateway, subject: schemas.UsagePrefix + gateway, m: m.orPrivate()}, nil
 }
 
 // Publish returns nil once r is stored, now or earlier. After any other outcome r may be stored or not: call again with
-// the same r. Reports of a boot must come in the order of their sequence numbers.
+// the same r. Reports of a boot must come in the order of their sequence numbers, and a boot's after those of earlier boots.
 func (p *Publisher) Publish(ctx context.Context, r *schemas.Report) error {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	if p.has(r) {
-		return nil
-	}
-	err := p.publish(ctx, r)
-	if err != nil {
-		p.m.PublishErrors.WithLabelValues(p.reason(err)).Inc()
-		return fmt.Errorf("publish report %d of boot %s on %s: %w", r.Seq, r.Boot, p.subject, err)
-	}
-	if !p.has(r) {
-		p.boot, p.seq = r.Boot, r.Seq
-	}
-	return nil
+	_, err := p.Put(ctx, r, false)
+	return err
 }
 
-func (p *Publisher) publish(ctx context.Context, r *schemas.Report) error {
+// Put is Publish, and returns a position in the stream that r's is not above. With again, r is stored behind what is
+// there, whatever was stored before; a reader must know it by its boot and sequence number. Order does not matter then.
+func (p *Publisher) Put(ctx context.Context, r *schemas.Report, again bool) (at uint64, err error) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if !again && p.has(r) {
+		return p.last, nil
+	}
+	if err := p.publish(ctx, r, again); err != nil {
+		p.m.PublishErrors.WithLabelValues(p.reason(err)).Inc()
+		return 0, fmt.Errorf("publish report %d of boot %s on %s: %w", r.Seq, r.Boot, p.subject, err)
+	}
+	if !again && !p.has(r) {
+		p.boot, p.seq = r.Boot, r.Seq
+	}
+	return p.last, nil
+}
+
+func (p *Publisher) publish(ctx context.Context, r *schemas.Report, again bool) error {
 	body, err := schemas.EncodeReport(r)
 	if err != nil {
 		return err
 	}
 	if !p.known {
 		stored, err := p.lookUp(ctx, r)
-		if err != nil || stored {
+		if err != nil || stored && !again {
 			return err
 		}
 	}
@@ -133,7 +141,7 @@ func (p *Publisher) lookUp(ctx context.Context, r *schemas.Report) (stored bool,
 			}
 			at = msg.Sequence
 			boot, seq := storedReport(msg)
-			stored = stored || (boot == r.Boot && seq >= r.Seq)
+			stored = stored || (boot == r.Boot && seq == r.Seq)
 		}
 	}
 	msg, err := stream.GetLastMsgForSubject(ctx, p.subject)
@@ -144,9 +152,12 @@ func (p *Publisher) lookUp(ctx context.Context, r *schemas.Report) (stored bool,
 	case err != nil:
 		return false, fmt.Errorf("look up the last report: %w", err)
 	}
+	if !p.known { // our predecessor's last words
+		p.boot, p.seq = storedReport(msg)
+		stored = p.has(r)
+	}
 	p.last, p.known = msg.Sequence, true
-	p.boot, p.seq = storedReport(msg)
-	return stored || p.has(r), nil
+	return stored, nil
 }
 
 // has reports whether r is known to be stored: the reports of a boot are stored in order.

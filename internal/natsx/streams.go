@@ -17,7 +17,8 @@ import (
 const (
 	PolicyBucket   = "weir-policy"
 	SwitchesBucket = "weir-switches"
-	HistoryBucket  = "weir-history" // how far each history consumer has come
+	HistoryBucket  = "weir-history"       // how far each history consumer has come
+	StoredBucket   = schemas.StoredBucket // which reports the history has, for the gateways that keep them until then
 )
 
 // Storage says how much the streams keep. A zero field means its default for a stream that is made, and "as it is"
@@ -74,6 +75,7 @@ func (s Storage) buckets() []jetstream.KeyValueConfig {
 		{Bucket: PolicyBucket, Description: "policies, by version", History: 64, Storage: jetstream.FileStorage, Replicas: or(s.Replicas, 1)},
 		{Bucket: SwitchesBucket, Description: "switches that operators throw", History: 64, Storage: jetstream.FileStorage, Replicas: or(s.Replicas, 1)},
 		{Bucket: HistoryBucket, Description: "how far each history consumer has come", History: 1, Storage: jetstream.FileStorage, Replicas: or(s.Replicas, 1)},
+		{Bucket: StoredBucket, Description: "which reports the history has", History: 1, Storage: jetstream.FileStorage, Replicas: or(s.Replicas, 1)},
 	}
 }
 
