@@ -133,12 +133,13 @@ func tenantName(i int) string {
 }
 
 // Send generates load on the gateways, named with their addresses, until ctx is done: callers that ask one thing after another,
-// rate times a second all together, half of them impatient. Nothing is ever asked twice: what has no answer is noted as such.
-func Send(ctx context.Context, j *Journal, seed uint64, rate float64, gateways map[string]string) {
+// rate times a second all together, half of them impatient, each address asked by as many as another. Nothing is ever asked
+// twice: what has no answer is noted as such. What could not be sent, because nobody took the connection, is not noted.
+func Send(ctx context.Context, j *Journal, seed uint64, rate float64, gateways map[string][]string) {
 	var all sync.WaitGroup
 	for g, name := range slices.Sorted(maps.Keys(gateways)) {
 		for w := range workersPerGateway {
-			c := &caller{journal: j, gateway: name, addr: gateways[name], rng: rand.New(rand.NewPCG(seed, uint64(1+g*workersPerGateway+w))), timeout: patient}
+			c := &caller{journal: j, gateway: name, addr: gateways[name][w/2%len(gateways[name])], rng: rand.New(rand.NewPCG(seed, uint64(1+g*workersPerGateway+w))), timeout: patient}
 			if w%2 == 1 {
 				c.timeout = impatient
 			}
@@ -149,7 +150,8 @@ func Send(ctx context.Context, j *Journal, seed uint64, rate float64, gateways m
 					select {
 					case <-ctx.Done():
 						return
-					case <-time.After(time.Duration(c.rng.ExpFloat64() * mean * float64(time.Second))):
+					case <-time.After(c.rest + time.Duration(c.rng.ExpFloat64()*mean*float64(time.Second))):
+						c.rest = 0
 						c.ask()
 					}
 				}
@@ -170,6 +172,7 @@ type caller struct {
 
 	conn   net.Conn
 	answer *bufio.Reader
+	rest   time.Duration // before the next request
 }
 
 func (c *caller) hangUp() {
@@ -201,6 +204,7 @@ func (c *caller) ask() {
 	if err != nil {
 		c.hangUp()
 		c.journal.note(to, false, "", 0)
+		c.rest = 100 * time.Millisecond // what has no answer proves little, so there should not be much of it
 		return
 	}
 	took := time.Since(began)

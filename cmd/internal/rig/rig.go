@@ -50,7 +50,7 @@ type Rig struct {
 	Parts    map[string]Part              // by name
 	Weirs    map[string]*Weir             // those of Parts that are no servers
 	Links    map[string]*faultproxy.Proxy // by the name that Link gives
-	Gateways map[string]string            // name to host:port, by way of the proxy
+	Gateways map[string][]string          // name to host:port, its own and that of the proxy before it
 	Log      *slog.Logger                 // into Dir/rig.log
 
 	cfg     Config
@@ -85,7 +85,7 @@ func (r *Rig) Notes() []string {
 
 // New starts everything. After an error, Close what there is.
 func New(cfg Config) (*Rig, error) {
-	r := &Rig{cfg: cfg, Parts: map[string]Part{}, Weirs: map[string]*Weir{}, Links: map[string]*faultproxy.Proxy{}, Gateways: map[string]string{},
+	r := &Rig{cfg: cfg, Parts: map[string]Part{}, Weirs: map[string]*Weir{}, Links: map[string]*faultproxy.Proxy{}, Gateways: map[string][]string{},
 		metrics: map[string]string{}, Log: slog.New(slog.DiscardHandler)}
 	r.cfg.Gateways = max(cfg.Gateways, 1)
 	if err := os.MkdirAll(cfg.Dir, 0o755); err != nil {
@@ -203,7 +203,7 @@ func (r *Rig) startWeirs() error {
 			"--gateway-addr", addr, "--check-addr", "127.0.0.1:0", "--fleet", strconv.Itoa(r.cfg.Gateways)); err != nil {
 			return err
 		}
-		r.Gateways[name] = r.Links[Link(Load, name)].Addr()
+		r.Gateways[name] = []string{addr, r.Links[Link(Load, name)].Addr()}
 		if err := awaitListener(addr, 15*time.Second); err != nil {
 			return fmt.Errorf("%s: %w", name, err)
 		}

@@ -89,7 +89,7 @@ func TestJournalKnowsWhatWasAnswered(t *testing.T) {
 	j := NewJournal()
 	ctx, stop := context.WithTimeout(t.Context(), 300*time.Millisecond)
 	defer stop()
-	Send(ctx, j, 1, 500, map[string]string{"gw1": ln.Addr().String()})
+	Send(ctx, j, 1, 500, map[string][]string{"gw1": {ln.Addr().String()}})
 	var a, r uint64
 	for c, e := range j.Cells {
 		if c.Gateway != "gw1" {
