@@ -1,6 +1,9 @@
 package schemas
 
-import "time"
+import (
+	"fmt"
+	"time"
+)
 
 // Batch is a run of a stream: every message from First to Last, the ones that could not be read left out (they are in
 // the dead-letter stream). First and Last name the same messages for ever.
@@ -15,4 +18,17 @@ type Delivered[T any] struct {
 	Seq     uint64    // in the stream
 	Arrived time.Time // by the stream's clock
 	Value   T
+}
+
+// Refused is the error of a store that has taken a whole batch but for these messages, which it would refuse again.
+type Refused []RefusedMessage
+
+// RefusedMessage is one message that a store would refuse again.
+type RefusedMessage struct {
+	Seq    uint64 // in the stream
+	Detail string // the store's words
+}
+
+func (r Refused) Error() string {
+	return fmt.Sprintf("%d messages are refused, the first is %d: %s", len(r), r[0].Seq, r[0].Detail)
 }

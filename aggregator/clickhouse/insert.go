@@ -170,45 +170,56 @@ func token[T any](b schemas.Batch[T]) string {
 	return fmt.Sprintf("%s-%d-%d-%s", b.Stream, b.First, b.Last, strconv.FormatInt(b.Items[0].Arrived.UnixNano(), 36))
 }
 
-// Reports stores a batch of usage reports: usage, tokens, rejections, and last that the reports are stored. After an
+// Reports stores a batch of usage reports: tokens, rejections, usage, and last that the reports are stored. After an
 // error any part of it may be stored or not; the same range again makes it whole, and as often as it is repeated every
 // request is counted once, in usage and in every roll-up. A report that an earlier batch stored is left out.
+//
+// A report that ClickHouse refuses for good does not hold up the others: they are stored, none of its usage is, and the
+// error is a schemas.Refused.
 func (s *Store) Reports(ctx context.Context, b schemas.Batch[*schemas.Report]) error {
 	if len(b.Items) == 0 {
 		return nil
 	}
 	tok := token(b)
 	doing := fmt.Sprintf("store reports %d to %d", b.First, b.Last)
-	err := s.reports(ctx, tok, b.Items)
+	refused, err := s.reports(ctx, tok, b.Items)
 	s.settled(err)
+	if err == nil && len(refused) > 0 {
+		return refused
+	}
 	return s.explain(doing, err)
 }
 
-func (s *Store) reports(ctx context.Context, tok string, items []schemas.Delivered[*schemas.Report]) error {
+func (s *Store) reports(ctx context.Context, tok string, items []schemas.Delivered[*schemas.Report]) (refused schemas.Refused, err error) {
 	reports, whole, err := s.mine(ctx, tok, items)
 	if err != nil {
-		return err
+		return nil, err
+	}
+	duplicates := len(items) - len(reports)
+	if !whole {
+		// Usage feeds the roll-ups, where nothing collapses: it comes after all else that may refuse a report. Other tables
+		// may hold rows of a report that is not stored in the end; they are the same rows when it is replayed.
+		for _, put := range []func(context.Context, string, []stored) ([]stored, schemas.Refused, error){
+			putEntries(s, tokensTable, func(r *schemas.Report) []schemas.Tokens { return r.Tokens }),
+			putEntries(s, rejectionsTable, func(r *schemas.Report) []schemas.Rejection { return r.Rejections }),
+			putEntries(s, usageTable, func(r *schemas.Report) []schemas.Usage { return r.Usage }),
+		} {
+			var bad schemas.Refused
+			if reports, bad, err = put(ctx, tok, reports); err != nil {
+				return nil, err
+			}
+			refused = append(refused, bad...)
+		}
+		if err := insert(ctx, s, reportsTable, tok, reports); err != nil {
+			return nil, err
+		}
 	}
 	var requests uint64
 	for i := range reports {
 		requests += reports[i].Value.Requests()
 	}
-	if !whole {
-		if err := insert(ctx, s, usageTable, tok, entries(reports, func(r *schemas.Report) []schemas.Usage { return r.Usage })); err != nil {
-			return err
-		}
-		if err := insert(ctx, s, tokensTable, tok, entries(reports, func(r *schemas.Report) []schemas.Tokens { return r.Tokens })); err != nil {
-			return err
-		}
-		if err := insert(ctx, s, rejectionsTable, tok, entries(reports, func(r *schemas.Report) []schemas.Rejection { return r.Rejections })); err != nil {
-			return err
-		}
-		if err := insert(ctx, s, reportsTable, tok, reports); err != nil {
-			return err
-		}
-	}
-	s.count(tok, requests, len(items)-len(reports))
-	return nil
+	s.count(tok, requests, duplicates)
+	return refused, nil
 }
 
 type reportID struct {
@@ -275,6 +286,34 @@ func (s *Store) storedBy(ctx context.Context, tok string, items []schemas.Delive
 	return by, nil
 }
 
+// putEntries is how the entries of reports become rows of t: in inserts of at most maxRows, cut between reports, so that
+// an insert that is refused has left nothing of its reports behind.
+func putEntries[E any](s *Store, t table[entry[E]], of func(*schemas.Report) []E) func(context.Context, string, []stored) ([]stored, schemas.Refused, error) {
+	return func(ctx context.Context, tok string, reports []stored) (kept []stored, refused schemas.Refused, err error) {
+		first, rows := 0, 0
+		for i := range reports {
+			n := len(of(reports[i].Value))
+			if rows += n; i == first || rows <= maxRows {
+				continue
+			}
+			k, bad, err := putReports(ctx, s, t, tok, reports[first:i], of)
+			if err != nil {
+				return nil, nil, err
+			}
+			kept, refused = append(kept, k...), append(refused, bad...)
+			tok, first, rows = fmt.Sprintf("%s-%d", tok, reports[i].Seq), i, n
+		}
+		k, bad, err := putReports(ctx, s, t, tok, reports[first:], of)
+		return append(kept, k...), append(refused, bad...), err
+	}
+}
+
+func putReports[E any](ctx context.Context, s *Store, t table[entry[E]], tok string, reports []stored, of func(*schemas.Report) []E) ([]stored, schemas.Refused, error) {
+	return sift(ctx, tok, reports, func(r *stored) uint64 { return r.Seq }, func(ctx context.Context, tok string, reports []stored) error {
+		return insert(ctx, s, t, tok, entries(reports, of))
+	})
+}
+
 func entries[E any](reports []stored, of func(*schemas.Report) []E) []entry[E] {
 	var n int
 	for i := range reports {
@@ -296,7 +335,14 @@ func (s *Store) Alerts(ctx context.Context, b schemas.Batch[*schemas.Alert]) err
 	if len(b.Items) == 0 {
 		return nil
 	}
-	return s.explain(fmt.Sprintf("store alerts %d to %d", b.First, b.Last), insert(ctx, s, alertsTable, token(b), b.Items))
+	_, refused, err := sift(ctx, token(b), b.Items, func(a *schemas.Delivered[*schemas.Alert]) uint64 { return a.Seq },
+		func(ctx context.Context, tok string, alerts []schemas.Delivered[*schemas.Alert]) error {
+			return insert(ctx, s, alertsTable, tok, alerts)
+		})
+	if err == nil && len(refused) > 0 {
+		return refused
+	}
+	return s.explain(fmt.Sprintf("store alerts %d to %d", b.First, b.Last), err)
 }
 
 // insert stores rows under a token, or, with token "", as they are. Errors are the driver's.

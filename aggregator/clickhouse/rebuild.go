@@ -1,0 +1,205 @@
+package clickhouse
+
+import (
+	"context"
+	"crypto/rand"
+	"errors"
+	"fmt"
+	"time"
+
+	ch "github.com/ClickHouse/clickhouse-go/v2"
+)
+
+// Gap is where a roll-up differs from the ledger: what the ledger has, less what the roll-up has.
+type Gap struct {
+	Rollup   string    `json:"rollup"`
+	Time     time.Time `json:"ts"`
+	Tenant   string    `json:"tenant"`
+	Route    string    `json:"route"`
+	Rule     string    `json:"rule"`
+	Allowed  int64     `json:"allowed"`
+	Rejected int64     `json:"rejected"`
+	Cost     int64     `json:"cost"`
+}
+
+// Rebuilt is what a rebuild did.
+type Rebuilt struct {
+	From  time.Time `json:"from"` // whole days of UTC
+	To    time.Time `json:"to"`
+	Rows  uint64    `json:"rows"`  // put right
+	Equal bool      `json:"equal"` // the roll-ups are what the ledger adds up to
+	Gaps  []Gap     `json:"gaps"`  // that are left, a hundred of them
+	Half  uint64    `json:"half"`  // reports of which only a part is stored: their batch is in hand, or was when somebody stopped
+}
+
+// maxGaps bounds the gaps that are told.
+const maxGaps = 100
+
+// Tries of a slice, and the pause between them: a batch that is being stored is through in that time.
+const (
+	rebuildTries = 20
+	rebuildPause = 250 * time.Millisecond
+)
+
+// Rebuild makes the roll-ups of the days that hold from <= ts < to equal to usage FINAL, and proves it. It inserts, per
+// roll-up, what is missing, or two's complements of what is too much: at any moment a reader sees the old sum or the new
+// one, an interruption leaves slices that are right and slices that are as they were, and a repetition finds nothing to
+// do. Inserts may go on. A slice during which one came in is looked at again, and one in which a report is stored in part
+// is left alone, since its batch will come again. Progress is told of each day; it may be nil.
+func (s *Store) Rebuild(ctx context.Context, from, to time.Time, progress func(day time.Time, rows uint64)) (Rebuilt, error) {
+	day := 24 * time.Hour
+	r := Rebuilt{From: from.UTC().Truncate(day), To: to.UTC().Add(day - 1).Truncate(day), Equal: true, Gaps: []Gap{}}
+	b := rebuild{s: s, run: rand.Text(), out: &r}
+	for d := r.From; d.Before(r.To); d = d.Add(day) {
+		before := r.Rows
+		for _, t := range rollups {
+			if equal, err := b.equal(ctx, t, d, d.Add(day)); err != nil {
+				return r, s.explain(fmt.Sprintf("compare %s of %s", t.name, d.Format(time.DateOnly)), err)
+			} else if equal {
+				continue
+			}
+			width := min(day, 60*t.grain) // an hour of minutes, a day of the rest
+			for at := d; at.Before(d.Add(day)); at = at.Add(width) {
+				if err := b.slice(ctx, t, at, at.Add(width)); err != nil {
+					return r, s.explain(fmt.Sprintf("rebuild %s of %s", t.name, at.Format(time.RFC3339)), err)
+				}
+			}
+		}
+		if progress != nil {
+			progress(d, r.Rows-before)
+		}
+	}
+	return r, nil
+}
+
+type rebuild struct {
+	s    *Store
+	run  string // names the inserts of this run
+	n    int    // inserts that are known to be stored
+	out  *Rebuilt
+	pace func() // for tests: called between looking and inserting
+}
+
+// equal is the quick look at a day: nothing differs, and no report is half there.
+func (b *rebuild) equal(ctx context.Context, t rollup, from, to time.Time) (bool, error) {
+	gaps, err := b.s.gapsUpTo(ctx, t, from, to, 1)
+	if err != nil || len(gaps) > 0 {
+		return false, err
+	}
+	is, err := b.s.settledReports(ctx, from, to)
+	return is.half == 0, err
+}
+
+// slice makes one roll-up right for a time that lies in one partition.
+func (b *rebuild) slice(ctx context.Context, t rollup, from, to time.Time) error {
+	for try := 0; ; try++ {
+		before, err := b.s.settledReports(ctx, from, to)
+		if err != nil {
+			return err
+		}
+		gaps, err := b.s.gaps(ctx, t, from, to)
+		if err != nil || len(gaps) == 0 && before.half == 0 {
+			return err
+		}
+		after, err := b.s.settledReports(ctx, from, to)
+		if err != nil {
+			return err
+		}
+		// Usage is stored before its roll-ups, and its report last: if no report came in meanwhile, and none is half there,
+		// all of these gaps are here to stay.
+		if before == after && before.half == 0 {
+			if b.pace != nil {
+				b.pace()
+			}
+			// An insert that was not acknowledged keeps its name, so that it cannot count twice if it was made after all.
+			if err := insert(ctx, b.s, gapTable(t.name), fmt.Sprintf("rebuild-%s-%d", b.run, b.n), gaps); err != nil {
+				return err
+			}
+			b.n++
+			b.out.Rows += uint64(len(gaps))
+			continue // and look again
+		}
+		if try < rebuildTries {
+			select {
+			case <-ctx.Done():
+				return ctx.Err()
+			case <-time.After(rebuildPause):
+			}
+			continue
+		}
+		b.out.Equal = b.out.Equal && len(gaps) == 0
+		b.out.Half = max(b.out.Half, after.half)
+		b.out.Gaps = append(b.out.Gaps, gaps[:min(len(gaps), maxGaps-len(b.out.Gaps))]...)
+		return nil
+	}
+}
+
+// gapTable is how gaps become rows: sums of unsigned numbers wrap, so that the two's complement takes away.
+func gapTable(name string) table[Gap] {
+	return table[Gap]{name, []column[Gap]{
+		col("ts", instant, func(g *Gap) time.Time { return g.Time }),
+		col("tenant", "String", func(g *Gap) string { return g.Tenant }),
+		col("route", low, func(g *Gap) string { return g.Route }),
+		col("rule", low, func(g *Gap) string { return g.Rule }),
+		col("allowed", "UInt64", func(g *Gap) uint64 { return uint64(g.Allowed) }),
+		col("rejected", "UInt64", func(g *Gap) uint64 { return uint64(g.Rejected) }),
+		col("cost", "UInt64", func(g *Gap) uint64 { return uint64(g.Cost) }),
+	}}
+}
+
+// Gaps are the differences between each roll-up and the ledger over the whole minutes, hours and days of from <= ts < to, at
+// most a hundred of each. A batch that is just being stored may show as one.
+func (s *Store) Gaps(ctx context.Context, from, to time.Time) ([]Gap, error) {
+	out := []Gap{}
+	for _, t := range rollups {
+		a, b := from.Add(t.grain-1).Truncate(t.grain), to.Truncate(t.grain)
+		if !a.Before(b) {
+			continue
+		}
+		gaps, err := s.gapsUpTo(ctx, t, a, b, maxGaps)
+		if err != nil {
+			return nil, s.explain("compare "+t.name+" with the ledger", err)
+		}
+		out = append(out, gaps...)
+	}
+	return out, nil
+}
+
+func (s *Store) gaps(ctx context.Context, t rollup, from, to time.Time) ([]Gap, error) {
+	return s.gapsUpTo(ctx, t, from, to, 1<<40)
+}
+
+// gapsUpTo compares; its errors are the driver's.
+func (s *Store) gapsUpTo(ctx context.Context, t rollup, from, to time.Time, most uint64) ([]Gap, error) {
+	rows, err := s.conn.Query(ctx, `SELECT toUnixTimestamp64Milli(at), tenant, route, rule, sum(a) AS allowed, sum(r) AS rejected, sum(c) AS cost FROM (
+			SELECT fromUnixTimestamp64Milli(toUnixTimestamp64Milli(ts) - toUnixTimestamp64Milli(ts) % {grain:Int64}, 'UTC') AS at, tenant, route, rule,
+				toInt64(allowed) AS a, toInt64(rejected) AS r, toInt64(cost) AS c FROM usage FINAL WHERE `+within+`
+			UNION ALL
+			SELECT ts, tenant, route, rule, -toInt64(allowed), -toInt64(rejected), -toInt64(cost) FROM `+t.name+` WHERE `+within+`
+		) GROUP BY at, tenant, route, rule HAVING allowed != 0 OR rejected != 0 OR cost != 0 ORDER BY at, tenant, route, rule LIMIT {most:UInt64}`+final,
+		append(window(from, to), ch.Named("grain", t.grain.Milliseconds()), ch.Named("most", most))...)
+	if err != nil {
+		return nil, err
+	}
+	var out []Gap
+	for rows.Next() {
+		g := Gap{Rollup: t.name}
+		var ms int64
+		if err := rows.Scan(&ms, &g.Tenant, &g.Route, &g.Rule, &g.Allowed, &g.Rejected, &g.Cost); err != nil {
+			return nil, errors.Join(err, rows.Close())
+		}
+		g.Time = time.UnixMilli(ms).UTC()
+		out = append(out, g)
+	}
+	return out, errors.Join(rows.Err(), rows.Close())
+}
+
+// settlement is which reports have rows in a part of the ledger: how many, and how many of them are not stored whole.
+type settlement struct{ reports, half uint64 }
+
+func (s *Store) settledReports(ctx context.Context, from, to time.Time) (n settlement, err error) {
+	err = s.conn.QueryRow(ctx, `WITH seen AS (SELECT gateway, boot, seq FROM usage WHERE `+within+` GROUP BY gateway, boot, seq)
+		SELECT (SELECT count() FROM seen), (SELECT count() FROM seen WHERE (gateway, boot, seq) NOT IN (
+			SELECT gateway, boot, seq FROM reports WHERE (gateway, boot) IN (SELECT gateway, boot FROM seen)))`, window(from, to)...).Scan(&n.reports, &n.half)
+	return n, err
+}

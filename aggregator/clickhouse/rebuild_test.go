@@ -1,0 +1,138 @@
+package clickhouse
+
+import (
+	"context"
+	"errors"
+	"sync"
+	"testing"
+	"time"
+)
+
+func rebuildAll(t *testing.T, s *Store) Rebuilt {
+	t.Helper()
+	var all Rebuilt
+	for i, day := range []time.Time{time.Date(2026, 10, 31, 0, 0, 0, 0, time.UTC), time.Date(2026, 11, 1, 0, 0, 0, 0, time.UTC), noon} {
+		r, err := s.Rebuild(t.Context(), day, day.Add(time.Minute), nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		all.Rows, all.Half, all.Equal = all.Rows+r.Rows, all.Half+r.Half, r.Equal && (i == 0 || all.Equal)
+	}
+	return all
+}
+
+// Whatever is wrong with the roll-ups (gone, doubled, too much, of nobody), a rebuild makes them what the ledger adds up to,
+// a repetition finds nothing to do, and merges keep it so.
+func TestRebuild(t *testing.T) {
+	s := fresh(t)
+	store(t, s, batchOf(1, acrossMonths("a", 1, 200), reportAt("b", 1, noon, 100)))
+	if r := rebuildAll(t, s); !r.Equal || r.Rows != 0 || r.Half != 0 {
+		t.Fatalf("Rebuild of what is right = %+v", r)
+	}
+	for _, damage := range []string{
+		"TRUNCATE TABLE usage_1m",
+		"INSERT INTO usage_1h SELECT * FROM usage_1h",
+		"INSERT INTO usage_1d (ts, tenant, route, rule, allowed, rejected, cost) VALUES ('2026-11-15 00:00:00', 'nobody', 'x', '', 5, 0, 5)",
+		"ALTER TABLE usage_1h DROP PARTITION 202610",
+		"INSERT INTO usage_1m SELECT ts, tenant, route, rule, allowed + 7, rejected, cost FROM usage_1m LIMIT 3",
+	} {
+		run(t, s, damage)
+		gaps, err := s.Gaps(t.Context(), time.Date(2026, 10, 31, 0, 0, 0, 0, time.UTC), noon.Add(12*time.Hour))
+		if err != nil || len(gaps) == 0 {
+			t.Errorf("after %s: Gaps = %v, %v, want some", damage, gaps, err)
+		}
+		if r := rebuildAll(t, s); !r.Equal || r.Rows == 0 {
+			t.Errorf("after %s: Rebuild = %+v", damage, r)
+		}
+		wantUsage(t, s, 300, 900)
+		if r := rebuildAll(t, s); !r.Equal || r.Rows != 0 {
+			t.Errorf("after %s: Rebuild again = %+v, want nothing to do", damage, r)
+		}
+	}
+	for _, r := range rollups {
+		run(t, s, "OPTIMIZE TABLE "+r.name+" FINAL")
+		if got := number(t, s, "(SELECT countIf(allowed > 1e6 OR rejected > 1e6) FROM "+r.name+")"); got != 0 {
+			t.Errorf("%s has %d rows below zero after a merge", r.name, got)
+		}
+	}
+	wantUsage(t, s, 300, 900)
+}
+
+// Late rows land in their own hour, in every table, whenever they come.
+func TestLateRowsLandInTheirOwnHour(t *testing.T) {
+	s := fresh(t)
+	store(t, s, batchOf(1, reportAt("a", 1, noon, 10)))
+	late := batchOf(2, reportAt("b", 1, noon.Add(-3*time.Hour), 10))
+	late.Items[0].Arrived = noon.Add(40 * 24 * time.Hour)
+	store(t, s, late)
+	for hour, want := range map[time.Time]uint64{noon.Add(-3 * time.Hour): 30, noon: 30} {
+		got, err := s.Totals(t.Context(), hour, hour.Add(time.Hour))
+		if err != nil || got.Requests != want {
+			t.Errorf("Totals of %s = %+v, %v, want %d", hour, got, err, want)
+		}
+		top, err := s.Top(t.Context(), hour, hour.Add(time.Hour), 100, ByRequests)
+		var sum uint64
+		for _, x := range top {
+			sum += x.Requests
+		}
+		if err != nil || sum != want {
+			t.Errorf("Top of %s adds up to %d, %v, want %d", hour, sum, err, want)
+		}
+	}
+	if r := rebuildAll(t, s); !r.Equal || r.Rows != 0 {
+		t.Errorf("Rebuild = %+v", r)
+	}
+}
+
+// While reports come in, and connections are cut, rebuilds go on, are interrupted and repeated.
+func TestRebuildWhileInsertsGoOn(t *testing.T) {
+	s := fresh(t)
+	run(t, s, "INSERT INTO usage_1m (ts, tenant, route, rule, allowed, rejected, cost) VALUES ('2026-11-15 12:00:00', 'nobody', 'x', '', 5, 0, 5)")
+	const batches = 30
+	var writer sync.WaitGroup
+	writer.Go(func() {
+		for n := range uint64(batches) {
+			if err := s.Reports(t.Context(), batchOf(n+1, reportAt("a", n+1, noon, 50))); err != nil {
+				t.Error(err)
+			}
+		}
+	})
+	for n := range 5 {
+		ctx, cancel := context.WithTimeout(t.Context(), time.Duration(n)*40*time.Millisecond)
+		if _, err := s.Rebuild(ctx, noon, noon.Add(time.Hour), nil); err != nil && ctx.Err() == nil {
+			t.Error(err)
+		}
+		cancel()
+	}
+	writer.Wait()
+	if r, err := s.Rebuild(t.Context(), noon, noon.Add(time.Hour), nil); err != nil || !r.Equal {
+		t.Errorf("Rebuild = %+v, %v", r, err)
+	}
+	wantUsage(t, s, 50*batches, 150*batches)
+}
+
+// A batch of which a part is stored will come again: its rows are not rebuilt, or they would count twice then.
+func TestRebuildLeavesHalfStoredReportsAlone(t *testing.T) {
+	s := fresh(t)
+	b := batchOf(1, reportAt("a", 1, noon, 10))
+	// As after a crash of the server between the ledger and the roll-up.
+	run(t, s, "DETACH TABLE usage_1m_mv")
+	run(t, s, "ALTER TABLE reports ADD CONSTRAINT never CHECK 0")
+	if err := s.Reports(t.Context(), b); err == nil {
+		t.Fatal("Reports = nil though the report cannot be noted")
+	}
+	run(t, s, "ALTER TABLE reports DROP CONSTRAINT never")
+	run(t, s, "ATTACH TABLE usage_1m_mv")
+
+	ctx, cancel := context.WithTimeout(t.Context(), 3*rebuildPause)
+	defer cancel()
+	r, err := s.Rebuild(ctx, noon, noon.Add(time.Hour), nil)
+	if !errors.Is(err, context.DeadlineExceeded) || r.Rows != 0 {
+		t.Errorf("Rebuild = %+v, %v, want no rows while a report is half stored", r, err)
+	}
+	store(t, s, b)
+	if r, err := s.Rebuild(t.Context(), noon, noon.Add(time.Hour), nil); err != nil || !r.Equal {
+		t.Errorf("Rebuild = %+v, %v", r, err)
+	}
+	wantUsage(t, s, 10, 30)
+}
