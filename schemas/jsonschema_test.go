@@ -231,7 +231,7 @@ func TestAsyncAPIHasEverySubject(t *testing.T) {
 		t.Errorf("no channel for %v", want)
 	}
 	dead := doc["channels"].(object)["dead"].(object)["parameters"].(object)["reason"].(object)["enum"]
-	if got := names(dead); !slices.Equal(got, []string{ReasonGateway, ReasonInvalid, ReasonMalformed, ReasonSize, ReasonSubject, ReasonTime}) {
+	if got := names(dead); !slices.Equal(got, []string{ReasonGateway, ReasonInvalid, ReasonMalformed, ReasonRefused, ReasonSize, ReasonSubject, ReasonTime}) {
 		t.Errorf("reasons are %v", got)
 	}
 	alert := doc["components"].(object)["messages"].(object)["alert"].(object)["payload"].(object)

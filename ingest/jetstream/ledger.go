@@ -40,8 +40,8 @@ const (
 // names the revision that it follows: of two processes the one that started later goes on, and the other stops with
 // ErrFenced before it acknowledges anything more.
 //
-// What cannot be read goes to the dead-letter stream before its range is handled; while that is impossible, the ledger
-// waits. A message is written there once, also when its range comes again within the stream's duplicate window.
+// What cannot be read goes to the dead-letter stream before its range is handled, and what handle names in an error that
+// is a schemas.Refused after it: the rest of that range counts as handled. While that is impossible, the ledger waits. A message is written there once, also when its range comes again within the stream's duplicate window.
 type Ledger[T any] struct {
 	*reader[T]
 	kv       jetstream.KeyValue
@@ -268,20 +268,20 @@ func (l *Ledger[T]) settle(ctx context.Context, all []message, handle func(conte
 	if len(all) > 0 {
 		l.holds(all)
 	}
-	if !l.until(ctx, "dead_letter", func() error {
-		for len(bad) > 0 {
-			if err := l.bury(ctx, &bad[0]); err != nil {
-				return err
-			}
-			l.m.Refused.WithLabelValues(l.cfg.Name, bad[0].Reason).Inc()
-			bad = bad[1:]
+	if !l.buryAll(ctx, bad) {
+		return false, nil
+	}
+	batch := schemas.Batch[T]{Stream: streamName(l.cfg.Stream, l.created, l.pos.Epoch), First: l.pos.Floor + 1, Last: l.pos.Next, Items: items}
+	var not schemas.Refused
+	if len(items) > 0 && !l.until(ctx, "handle", func() error {
+		if err := handle(ctx, batch); !errors.As(err, &not) {
+			return err
 		}
 		return nil
 	}) {
 		return false, nil
 	}
-	batch := schemas.Batch[T]{Stream: streamName(l.cfg.Stream, l.created, l.pos.Epoch), First: l.pos.Floor + 1, Last: l.pos.Next, Items: items}
-	if len(items) > 0 && !l.until(ctx, "handle", func() error { return handle(ctx, batch) }) {
+	if !l.buryAll(ctx, refusedOf(all, not)) {
 		return false, nil
 	}
 	done := l.pos
@@ -305,6 +305,33 @@ func (l *Ledger[T]) settle(ctx context.Context, all []message, handle func(conte
 		l.handled(all)
 	}
 	return true, nil
+}
+
+// buryAll writes messages to the dead-letter stream, or returns false because ctx is done.
+func (l *Ledger[T]) buryAll(ctx context.Context, bad []refused) bool {
+	return len(bad) == 0 || l.until(ctx, "dead_letter", func() error {
+		for len(bad) > 0 {
+			if err := l.bury(ctx, &bad[0]); err != nil {
+				return err
+			}
+			l.m.Refused.WithLabelValues(l.cfg.Name, bad[0].Reason).Inc()
+			bad = bad[1:]
+		}
+		return nil
+	})
+}
+
+// refusedOf are the messages that a handler refused.
+func refusedOf(all []message, not schemas.Refused) []refused {
+	var bad []refused
+	for _, r := range not {
+		for i := range all {
+			if all[i].seq == r.Seq {
+				bad = append(bad, refused{all[i], &schemas.Refusal{Reason: schemas.ReasonRefused, Detail: r.Detail}})
+			}
+		}
+	}
+	return bad
 }
 
 // write makes next our position, unless somebody else has written since.
@@ -364,7 +391,7 @@ func (l *Ledger[T]) bury(ctx context.Context, bad *refused) error {
 	if _, err := l.js.PublishMsg(ctx, msg, jetstream.WithMsgID(id), jetstream.WithExpectStream(schemas.DeadStream), jetstream.WithRetryAttempts(0)); err != nil {
 		return fmt.Errorf("write message %d to the dead-letter stream: %w", bad.seq, err)
 	}
-	l.log.Warn("message cannot be read, it is in the dead-letter stream", "subject", bad.subject, "seq", bad.seq, "err", bad.Refusal)
+	l.log.Warn("message cannot be taken, it is in the dead-letter stream", "subject", bad.subject, "seq", bad.seq, "err", bad.Refusal)
 	return nil
 }
 

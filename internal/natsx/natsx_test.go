@@ -286,7 +286,7 @@ func TestDeclareMakesWhatWeirLivesOn(t *testing.T) {
 		}
 		c := s.CachedInfo().Config
 		if len(c.Subjects) != 1 || c.Subjects[0] != subjects || c.Storage != jetstream.FileStorage || c.Retention != jetstream.LimitsPolicy || c.Discard != jetstream.DiscardNew ||
-			!c.DenyDelete || !c.DenyPurge || c.MaxBytes <= 0 || c.Duplicates != 10*time.Minute || c.AllowDirect {
+			c.DenyDelete != (c.Name != schemas.DeadStream) || !c.DenyPurge || c.MaxBytes <= 0 || c.Duplicates != 10*time.Minute || c.AllowDirect {
 			t.Errorf("stream %s = %+v", name, c)
 		}
 		if name == schemas.UsageStream && c.MaxAge != 7*24*time.Hour {

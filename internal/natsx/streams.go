@@ -57,7 +57,7 @@ func (s Storage) streams() []jetstream.StreamConfig {
 			MaxConsumers:      -1,
 			Duplicates:        duplicates,
 			Replicas:          or(s.Replicas, 1),
-			DenyDelete:        true,
+			DenyDelete:        name != schemas.DeadStream, // a dead letter is deleted when it was replayed or dropped
 			DenyPurge:         true,
 			// A direct read may come from a replica that is behind, and publishers decide by what they read.
 			AllowDirect: false,
@@ -188,7 +188,8 @@ func streamFaults(is, want jetstream.StreamConfig) []fault {
 	check(slices.Equal(is.Subjects, want.Subjects), "T19", true, "subjects are %q, want %q", is.Subjects, want.Subjects)
 	check(!is.Sealed, "T19", true, "sealed is true: nothing can be stored")
 	check(is.MaxBytes > 0, "T19", false, "max_bytes is %d, want a size that the disk has: a full disk stops every stream of the server", is.MaxBytes)
-	check(is.DenyDelete && is.DenyPurge, "T19", false, "deny_delete is %t and deny_purge is %t, want both: anybody with the API could remove usage", is.DenyDelete, is.DenyPurge)
+	check((is.DenyDelete || !want.DenyDelete) && is.DenyPurge, "T19", false, "deny_delete is %t and deny_purge is %t, want %t and true: anybody with the API could remove usage", is.DenyDelete, is.DenyPurge, want.DenyDelete)
+	check(!is.DenyDelete || want.DenyDelete, "T19", false, "deny_delete is true, want false: dead letters can be neither replayed nor dropped, and the stream fills up")
 	check(is.MaxAge == 0 || is.MaxAge >= is.Duplicates, "T6", false, "duplicate_window %s is longer than max_age %s", is.Duplicates, is.MaxAge)
 	check(is.Duplicates >= duplicates, "T5", false, "duplicate_window is %s, want %s: a dead letter could be stored twice", is.Duplicates, duplicates)
 	check(!is.AllowDirect || is.Replicas == 1, "T10", false, "allow_direct is true with %d replicas, want false: a publisher could read an old last message", is.Replicas)
