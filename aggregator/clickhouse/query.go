@@ -36,12 +36,14 @@ type Totals struct {
 	Counts
 }
 
-// Totals counts every request with from <= ts < to, from the ledger itself: it is exact whatever was inserted twice.
+// Totals counts every request with from <= ts < to, from the ledger itself: it is exact whatever was inserted twice. As in
+// every answer of this package, corrections of hours that lie in it whole are included.
 func (s *Store) Totals(ctx context.Context, from, to time.Time) (Totals, error) {
 	ctx, cancel := context.WithTimeout(ctx, queryTimeout)
 	defer cancel()
 	t := Totals{From: from.UTC(), To: to.UTC()}
-	err := s.conn.QueryRow(ctx, `SELECT sum(allowed), sum(rejected), sum(cost) FROM usage FINAL WHERE `+within+final, window(from, to)...).
+	usage, args := usageIn([]segment{{"usage FINAL", from, to}, corrections(from, to)}, "true")
+	err := s.conn.QueryRow(ctx, `SELECT `+sums+` FROM `+usage+` AS u`+final, args...).
 		Scan(&t.Allowed, &t.Rejected, &t.Cost)
 	if err != nil {
 		return Totals{}, s.explain("count requests", err)
@@ -74,10 +76,10 @@ func (s *Store) Top(ctx context.Context, from, to time.Time, n int, by string) (
 	if n < 1 || n > 10_000 {
 		return nil, fmt.Errorf("top %d: want 1 to 10000", n)
 	}
-	usage, args := usageIn(cover(from, to, rollups), "true")
+	usage, args := usageIn(append(cover(from, to, rollups), corrections(from, to)), "true")
 	ctx, cancel := context.WithTimeout(ctx, queryTimeout)
 	defer cancel()
-	rows, err := s.conn.Query(ctx, `SELECT tenant, sum(u.allowed) AS allowed, sum(u.rejected) AS rejected, sum(u.cost) AS cost, allowed + rejected AS requests
+	rows, err := s.conn.Query(ctx, `SELECT tenant, `+sums+`, allowed + rejected AS requests
 		FROM `+usage+` AS u GROUP BY tenant ORDER BY `+by+` DESC, tenant LIMIT {n:UInt32}`+final,
 		append(args, ch.Named("n", uint32(n)))...)
 	if err != nil {
@@ -119,16 +121,21 @@ type TenantPoint struct {
 	RouteTotal
 }
 
-// Tenant returns what one tenant did with from <= ts < to, in steps counted from from.
+// Tenant returns what one tenant did with from <= ts < to, in steps counted from from. Steps that are not whole hours show
+// what gateways reported, without corrections, which are of an hour.
 func (s *Store) Tenant(ctx context.Context, tenant string, from, to time.Time, step time.Duration) (TenantUsage, error) {
 	if err := checkSteps(from, to, step); err != nil {
 		return TenantUsage{}, fmt.Errorf("usage of tenant %q: %w", tenant, err)
 	}
 	doing := fmt.Sprintf("read the usage of tenant %q", tenant)
-	usage, args := usageIn(cover(from, to, forSteps(from, step)), "tenant = {tenant:String}")
+	segments := cover(from, to, forSteps(from, step))
+	if step%time.Hour == 0 && from.Equal(from.Truncate(time.Hour)) {
+		segments = append(segments, corrections(from, to))
+	}
+	usage, args := usageIn(segments, "tenant = {tenant:String}")
 	ctx, cancel := context.WithTimeout(ctx, queryTimeout)
 	defer cancel()
-	rows, err := s.conn.Query(ctx, `SELECT `+stepOf+` AS step, route, rule, sum(u.allowed), sum(u.rejected), sum(u.cost)
+	rows, err := s.conn.Query(ctx, `SELECT `+stepOf+` AS step, route, rule, `+sums+`
 		FROM `+usage+` AS u GROUP BY step, route, rule ORDER BY step, route, rule`+final,
 		append(args, ch.Named("from", millis(from)), ch.Named("tenant", tenant), ch.Named("step", step.Milliseconds()))...)
 	if err != nil {
@@ -270,6 +277,14 @@ func cover(from, to time.Time, rollups []rollup) []segment {
 	return out
 }
 
+// corrections are those of whole hours of a range.
+func corrections(from, to time.Time) segment {
+	return segment{"corrections FINAL", from, to.Add(1 - time.Hour)}
+}
+
+// sums are of what usageIn gives. Rows of roll-ups may be two's complements, and corrections negative; their sums are not.
+const sums = `toUInt64(sum(u.allowed)) AS allowed, toUInt64(sum(u.rejected)) AS rejected, toUInt64(sum(u.cost)) AS cost`
+
 // forSteps are the roll-ups that tell steps counted from from apart.
 func forSteps(from time.Time, step time.Duration) []rollup {
 	for i, r := range rollups {
@@ -284,7 +299,7 @@ func forSteps(from time.Time, step time.Duration) []rollup {
 func usageIn(segments []segment, where string) (sql string, args []any) {
 	parts := make([]string, len(segments))
 	for i, g := range segments {
-		parts[i] = fmt.Sprintf(`SELECT ts, tenant, route, rule, allowed, rejected, cost FROM %s
+		parts[i] = fmt.Sprintf(`SELECT ts, tenant, route, rule, toInt64(allowed) AS allowed, toInt64(rejected) AS rejected, toInt64(cost) AS cost FROM %s
 			WHERE %s AND ts >= fromUnixTimestamp64Milli({from%d:Int64}, 'UTC') AND ts < fromUnixTimestamp64Milli({to%d:Int64}, 'UTC')`, g.table, where, i, i)
 		args = append(args, ch.Named(fmt.Sprint("from", i), millis(g.from)), ch.Named(fmt.Sprint("to", i), millis(g.to)))
 	}

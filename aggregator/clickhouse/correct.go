@@ -1,0 +1,132 @@
+package clickhouse
+
+import (
+	"context"
+	"crypto/rand"
+	"errors"
+	"fmt"
+	"strings"
+	"time"
+
+	ch "github.com/ClickHouse/clickhouse-go/v2"
+
+	"github.com/weirhq/weir/schemas"
+)
+
+// Correction is a signed difference to what a gateway reported for a tenant, route and outcome in one hour. It never
+// changes usage: what was stored stays, and what is to be counted instead is the sum of both.
+type Correction struct {
+	Ref      string    `json:"ref"`  // names it: the same ref again is the same correction. Made up when empty
+	Hour     time.Time `json:"hour"` // whole, of UTC
+	Gateway  string    `json:"gateway"`
+	Tenant   string    `json:"tenant"`
+	Route    string    `json:"route"`
+	Rule     string    `json:"rule"` // the refusing rule, empty for what was allowed
+	Allowed  int64     `json:"allowed"`
+	Rejected int64     `json:"rejected"`
+	Cost     int64     `json:"cost"`
+	Reason   string    `json:"reason"`
+	Author   string    `json:"author"`
+	Made     time.Time `json:"made"` // now when zero
+}
+
+// ErrCorrection is in the chain of the error about a correction that cannot be meant.
+var ErrCorrection = errors.New("this correction cannot be meant")
+
+func (c *Correction) validate() error {
+	var bad []string
+	add := func(wrong bool, text string) {
+		if wrong {
+			bad = append(bad, text)
+		}
+	}
+	add(!c.Hour.Equal(c.Hour.Truncate(time.Hour)) || c.Hour.IsZero(), "the hour is not a whole one")
+	add(c.Gateway == "" || c.Tenant == "" || c.Route == "", "gateway, tenant or route is missing")
+	add(strings.TrimSpace(c.Reason) == "", "the reason is missing")
+	add(strings.TrimSpace(c.Author) == "", "the author is missing")
+	add(c.Allowed == 0 && c.Rejected == 0 && c.Cost == 0, "it changes nothing")
+	add(max(c.Allowed, -c.Allowed, c.Rejected, -c.Rejected, c.Cost, -c.Cost) > schemas.MaxCount, "a number is too large")
+	add(c.Rejected != 0 && c.Rule == "", "the rule that rejected is missing")
+	add(len(c.Ref) > schemas.MaxTextBytes, "the ref is too long")
+	if bad == nil {
+		return nil
+	}
+	return fmt.Errorf("%w: %s", ErrCorrection, strings.Join(bad, "; "))
+}
+
+var correctionsTable = table[Correction]{"corrections", []column[Correction]{
+	col("ts", instant, func(c *Correction) time.Time { return c.Hour }),
+	col("ref", "String", func(c *Correction) string { return c.Ref }),
+	col("gateway", low, func(c *Correction) string { return c.Gateway }),
+	col("tenant", "String", func(c *Correction) string { return c.Tenant }),
+	col("route", low, func(c *Correction) string { return c.Route }),
+	col("rule", low, func(c *Correction) string { return c.Rule }),
+	col("allowed", "Int64", func(c *Correction) int64 { return c.Allowed }),
+	col("rejected", "Int64", func(c *Correction) int64 { return c.Rejected }),
+	col("cost", "Int64", func(c *Correction) int64 { return c.Cost }),
+	col("reason", "String", func(c *Correction) string { return c.Reason }),
+	col("author", "String", func(c *Correction) string { return c.Author }),
+	col("made", instant, func(c *Correction) time.Time { return c.Made }),
+}}
+
+// Correct adds a correction and returns it with its ref. It refuses one after which a count would be below zero, and one
+// whose ref names another correction.
+func (s *Store) Correct(ctx context.Context, c Correction) (Correction, error) {
+	const doing = "correct usage"
+	if err := c.validate(); err != nil {
+		return c, err
+	}
+	if c.Made.IsZero() {
+		c.Made = time.Now()
+	}
+	if c.Ref == "" {
+		c.Ref = strings.ToLower(rand.Text()[:12])
+	}
+	c.Hour, c.Made = c.Hour.UTC(), c.Made.UTC().Truncate(time.Millisecond)
+	have, err := s.Corrections(ctx, time.Unix(0, 0), time.Unix(1<<32, 0), c.Ref)
+	if err != nil {
+		return c, err
+	}
+	for _, h := range have {
+		c.Made = h.Made
+		if h != c {
+			return c, fmt.Errorf("%w: ref %q names another one, of %s", ErrCorrection, c.Ref, h.Made.Format(time.RFC3339))
+		}
+		return h, nil // made already
+	}
+	var allowed, rejected, cost int64
+	if err := s.conn.QueryRow(ctx, `SELECT sum(a), sum(r), sum(c) FROM (
+			SELECT toInt64(allowed) AS a, toInt64(rejected) AS r, toInt64(cost) AS c FROM usage FINAL WHERE `+within+sameCount+`
+			UNION ALL SELECT allowed, rejected, cost FROM corrections FINAL WHERE `+within+sameCount+`)`+final,
+		append(window(c.Hour, c.Hour.Add(time.Hour)), ch.Named("tenant", c.Tenant), ch.Named("gateway", c.Gateway), ch.Named("route", c.Route), ch.Named("rule", c.Rule))...).
+		Scan(&allowed, &rejected, &cost); err != nil {
+		return c, s.explain(doing, err)
+	}
+	if allowed+c.Allowed < 0 || rejected+c.Rejected < 0 || cost+c.Cost < 0 {
+		return c, fmt.Errorf("%w: %d allowed, %d rejected and %d cost are on record, and none of them can go below zero", ErrCorrection, allowed, rejected, cost)
+	}
+	return c, s.explain(doing, insert(ctx, s, correctionsTable, "correction-"+c.Ref, []Correction{c}))
+}
+
+const sameCount = ` AND tenant = {tenant:String} AND gateway = {gateway:String} AND route = {route:String} AND rule = {rule:String}`
+
+// Corrections returns those of hours with from <= hour < to, in order; the one of a ref unless that is empty.
+func (s *Store) Corrections(ctx context.Context, from, to time.Time, ref string) ([]Correction, error) {
+	const doing = "read corrections"
+	rows, err := s.conn.Query(ctx, `SELECT ref, toUnixTimestamp64Milli(ts), gateway, tenant, route, rule, allowed, rejected, cost, reason, author, toUnixTimestamp64Milli(made)
+		FROM corrections FINAL WHERE `+within+` AND ({ref:String} = '' OR ref = {ref:String}) ORDER BY ts, made, ref`, append(window(from, to), ch.Named("ref", ref))...)
+	if err != nil {
+		return nil, s.explain(doing, err)
+	}
+	out := []Correction{}
+	for rows.Next() {
+		var c Correction
+		var hour, made int64
+		if err := rows.Scan(&c.Ref, &hour, &c.Gateway, &c.Tenant, &c.Route, &c.Rule, &c.Allowed, &c.Rejected, &c.Cost, &c.Reason, &c.Author, &made); err != nil {
+			return nil, s.explain(doing, errors.Join(err, rows.Close()))
+		}
+		c.Hour, c.Made = time.UnixMilli(hour).UTC(), time.UnixMilli(made).UTC()
+		out = append(out, c)
+	}
+	return out, s.explain(doing, errors.Join(rows.Err(), rows.Close()))
+}

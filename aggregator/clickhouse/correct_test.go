@@ -1,0 +1,89 @@
+package clickhouse
+
+import (
+	"errors"
+	"testing"
+	"time"
+)
+
+// A correction is added to every answer that holds its hour whole, once however often it is made, and changes no usage.
+func TestCorrections(t *testing.T) {
+	s := fresh(t)
+	store(t, s, batchOf(1, reportAt("a", 1, noon, 10))) // tenant-0: rows 0 and 7, allowed
+	c := Correction{Ref: "ticket-1", Hour: noon, Gateway: "a", Tenant: "tenant-0", Route: "orders", Allowed: -5, Cost: -6, Reason: "counted twice", Author: "kim"}
+	for range 2 {
+		if _, err := s.Correct(t.Context(), c); err != nil {
+			t.Fatal(err)
+		}
+	}
+	wantUsage(t, s, 10, 30)
+	totals := func(from, to time.Time) uint64 {
+		t.Helper()
+		got, err := s.Totals(t.Context(), from, to)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return got.Requests
+	}
+	for _, w := range []struct {
+		from, to time.Time
+		want     uint64
+	}{
+		{noon, noon.Add(time.Hour), 25},
+		{noon.Add(-time.Hour), noon.Add(24 * time.Hour), 25},
+		{noon, noon.Add(time.Hour - time.Millisecond), 30}, // not the whole hour
+	} {
+		if got := totals(w.from, w.to); got != w.want {
+			t.Errorf("Totals from %s to %s = %d, want %d", w.from, w.to, got, w.want)
+		}
+	}
+	top, err := s.Top(t.Context(), noon, noon.Add(time.Hour), 100, ByRequests)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, x := range top {
+		if x.Tenant == "tenant-0" && x.Requests != 1 {
+			t.Errorf("Top has %+v, want 1 request", x)
+		}
+	}
+	for step, want := range map[time.Duration]uint64{24 * time.Hour: 1, time.Hour: 1, time.Minute: 6} {
+		u, err := s.Tenant(t.Context(), "tenant-0", noon.Truncate(24*time.Hour), noon.Truncate(24*time.Hour).Add(24*time.Hour), step)
+		if err != nil || u.Requests != want {
+			t.Errorf("Tenant by %s = %d requests, %v, want %d", step, u.Requests, err, want)
+		}
+	}
+	if got := number(t, s, "(SELECT sum(allowed + rejected) FROM corrected_1h)"); got != 25 {
+		t.Errorf("corrected_1h has %d requests, want 25", got)
+	}
+	if r := rebuildAll(t, s); r.Rows != 0 || !r.Equal {
+		t.Errorf("Rebuild = %+v, want roll-ups to be what was reported", r)
+	}
+	all, err := s.Corrections(t.Context(), noon, noon.Add(time.Hour), "")
+	if err != nil || len(all) != 1 || all[0].Author != "kim" || all[0].Reason != "counted twice" || all[0].Made.IsZero() || all[0].Allowed != -5 {
+		t.Errorf("Corrections = %+v, %v", all, err)
+	}
+
+	for name, change := range map[string]func(*Correction){
+		"below zero":      func(c *Correction) { c.Allowed = -2 },
+		"another ref":     func(c *Correction) { c.Ref, c.Allowed = "ticket-1", 1 },
+		"no reason":       func(c *Correction) { c.Reason = " " },
+		"no author":       func(c *Correction) { c.Author = "" },
+		"not an hour":     func(c *Correction) { c.Hour = noon.Add(time.Minute) },
+		"nothing":         func(c *Correction) { c.Allowed, c.Cost = 0, 0 },
+		"rule is missing": func(c *Correction) { c.Rejected = 1 },
+	} {
+		bad := c
+		bad.Ref, bad.Allowed, bad.Cost = "", 1, 0
+		change(&bad)
+		if _, err := s.Correct(t.Context(), bad); !errors.Is(err, ErrCorrection) {
+			t.Errorf("%s: Correct = %v, want ErrCorrection", name, err)
+		}
+	}
+	c.Ref, c.Allowed, c.Cost = "", 4, 5
+	if made, err := s.Correct(t.Context(), c); err != nil || made.Ref == "" {
+		t.Errorf("Correct upwards = %+v, %v", made, err)
+	}
+	if got := totals(noon, noon.Add(time.Hour)); got != 29 {
+		t.Errorf("Totals = %d, want 29", got)
+	}
+}
