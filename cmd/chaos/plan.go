@@ -89,6 +89,11 @@ func (p plan) flushed() bool {
 	return slices.ContainsFunc(p.Faults, func(f fault) bool { return f.Kind == flush })
 }
 
+// killed tells whether a gateway is killed in this run.
+func (p plan) killed() bool {
+	return slices.ContainsFunc(p.Faults, func(f fault) bool { return f.Kind == kill && strings.HasPrefix(f.Target, "gw") })
+}
+
 func (p plan) String() string {
 	var b strings.Builder
 	fmt.Fprintf(&b, "seed %d: %d gateways, %.0f requests per second, afterlife %t\n", p.Seed, p.Gateways, p.Rate, p.Afterlife)

@@ -91,7 +91,7 @@ func compare(r *rig.Rig, dir string, p plan, j *rig.Journal, began time.Time, re
 			return err
 		}
 		if time.Since(began) < remembered {
-			v.Redis(j.Cells, totals)
+			v.Redis(j.Cells, stored, totals, p.killed())
 		} else {
 			r.Log.Warn("Redis is not compared: the run took longer than it remembers", "took", time.Since(began))
 		}

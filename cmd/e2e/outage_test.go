@@ -210,8 +210,10 @@ func (m *matrix) cell(name string, begin func(), seen func() bool, end func()) {
 				t.Logf("%s", strings.Join(v.Lines, "\n"))
 			}
 		}()
+		var stored map[rig.Cell]rig.Outcomes
 		eventually(t, "what was answered is stored once", func() bool {
-			stored, err := m.r.Stored()
+			var err error
+			stored, err = m.r.Stored()
 			v = rig.Verdict{}
 			if err != nil {
 				return false
@@ -225,7 +227,7 @@ func (m *matrix) cell(name string, begin func(), seen func() bool, end func()) {
 			if err != nil {
 				return false
 			}
-			v.Redis(m.j.Cells, totals)
+			v.Redis(m.j.Cells, stored, totals, false)
 			return v.Lost == 0 && v.Doubled == 0
 		})
 		row.whole = time.Since(began)

@@ -46,11 +46,19 @@ func TestVerdict(t *testing.T) {
 	}
 
 	oracle := map[Cell]*Entry{c: {Answered: Outcomes{"": 3, "contract": 9}, Unanswered: 1}, {"gw2", "acme", "other"}: {Answered: Outcomes{"": 4}}}
-	for total, want := range map[uint64][2]uint64{6: {1, 0}, 7: {0, 0}, 8: {0, 0}, 9: {0, 1}, 0: {7, 0}} {
+	for _, tt := range []struct {
+		total, stored uint64
+		killed        bool
+		lost, doubled uint64
+	}{
+		{7, 7, false, 0, 0}, {8, 8, false, 0, 0}, {6, 7, false, 1, 0}, {9, 7, false, 0, 1}, {0, 7, true, 7, 0},
+		{8, 7, false, 0, 1}, {7, 8, false, 1, 0}, // not by themselves, but not what the history has
+		{8, 7, true, 0, 0}, {7, 8, true, 0, 0},
+	} {
 		var v Verdict
-		v.Redis(oracle, map[string]uint64{"acme": total})
-		if v.Lost != want[0] || v.Doubled != want[1] {
-			t.Errorf("Redis has %d: lost %d, doubled %d, want %v", total, v.Lost, v.Doubled, want)
+		v.Redis(oracle, map[Cell]Outcomes{c: {"": tt.stored - 4, "contract": 9}, {"gw2", "acme", "other"}: {"": 4}}, map[string]uint64{"acme": tt.total}, tt.killed)
+		if v.Lost != tt.lost || v.Doubled != tt.doubled {
+			t.Errorf("%+v: lost %d, doubled %d", tt, v.Lost, v.Doubled)
 		}
 	}
 }
