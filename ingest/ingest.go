@@ -459,9 +459,10 @@ func (r *Reporter) send(ctx context.Context) {
 
 func (r *Reporter) sent(report *schemas.Report, at uint64) {
 	before, _ := r.spool.Len()
-	r.spool.Sent(at)
+	if r.spool.Sent(at) {
+		r.m.Acked.Add(float64(report.Requests()))
+	}
 	r.m.Reports.Dec()
-	r.m.Acked.Add(float64(report.Requests()))
 	r.m.Seconds.Observe(time.Since(report.SealedAt).Seconds())
 	if before > 1 && !r.spool.Full() && before != r.cfg.MaxReports {
 		return

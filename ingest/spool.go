@@ -30,8 +30,9 @@ type Spool interface {
 	// Next returns the report to send now, or nil. again says that it was in the stream before, or may have been, and
 	// must be sent nevertheless.
 	Next() (r *schemas.Report, again bool)
-	// Sent says that the report that Next returned is in the stream, at a position not above at. Skip puts it behind all others.
-	Sent(at uint64)
+	// Sent says that the report that Next returned is in the stream, at a position not above at; first, that it is so for
+	// the first time. Skip puts it behind all others.
+	Sent(at uint64) (first bool)
 	Skip()
 	// Stored removes what is stored for good. A report that is not, though the history has passed its place in the
 	// stream, is to be sent again; again is the number of those.
@@ -69,6 +70,28 @@ func (c *Cell) Add(cost uint64) {
 
 // Read returns the number of requests, their cost and the time of the first.
 func (c *Cell) Read() (n, cost uint64, first int64) { return c.n, c.cost[c.n&1], c.first }
+
+// Found gathers the counts that a spool finds when it is opened. The zero Found is ready.
+type Found struct{ p pending }
+
+// Add adds a count, which may be overwritten afterwards.
+func (f *Found) Add(c *Cell, tenant, route, rule, layer string) {
+	if f.p.usageAt == nil {
+		f.p = newPending()
+	}
+	f.p.addUsage(&cell{key: usageKey{tenant, route, rule, layer}, at: c})
+}
+
+// Reports seals what was added, as the reports of boot that follow seq.
+func (f *Found) Reports(gateway, boot string, seq uint64) (all []*schemas.Report) {
+	cfg, now := Config{}.withDefaults(), time.Now().UTC()
+	for r, at := f.p.cut(cut{}, cfg.MaxEntries, cfg.MaxBytes); r != nil; r, at = f.p.cut(at, cfg.MaxEntries, cfg.MaxBytes) {
+		seq++
+		r.Gateway, r.Boot, r.Seq, r.SealedAt = gateway, boot, seq, now
+		all = append(all, r)
+	}
+	return all
+}
 
 // memory is a spool that does not outlive the process. What is in the stream counts as stored.
 type memory struct {
@@ -129,12 +152,13 @@ func (s *memory) Next() (*schemas.Report, bool) {
 	return s.reports[0].Report, s.reports[0].again
 }
 
-func (s *memory) Sent(uint64) {
+func (s *memory) Sent(uint64) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.requests -= s.reports[0].Requests()
 	s.reports[0].Report = nil
 	s.reports = s.reports[1:]
+	return true
 }
 
 func (s *memory) Skip() {

@@ -90,6 +90,16 @@ func DecodeReport(subject, contentType string, body []byte, arrived time.Time) (
 	return r, nil
 }
 
+// DecodeSealed reads what EncodeReport has written, as it is: for a gateway that kept its own report. The gateway's name
+// is not in it.
+func DecodeSealed(body []byte) (*Report, error) {
+	r, err := reportFromProto(body)
+	if err != nil {
+		return nil, fmt.Errorf("decode report: %w", err)
+	}
+	return r, nil
+}
+
 // normal gives every entry one outcome and a cost.
 func normal(in []Usage) []Usage {
 	out := make([]Usage, 0, len(in))

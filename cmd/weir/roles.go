@@ -66,7 +66,7 @@ func (p *process) fail(err error) error {
 func gatewayCommand() *cobra.Command {
 	var s servers
 	var cfg app.GatewayConfig
-	var policy, upstream, metricsAddr, level string
+	var policy, upstream, metricsAddr, level, spoolMax string
 	cmd := &cobra.Command{
 		Use:   "gateway",
 		Short: "Stand in front of an API: reverse proxy and check API over local token buckets",
@@ -83,6 +83,9 @@ NATS is there or not. Its name is its subject: two gateways must not share one.`
 				return err
 			}
 			cfg.Upstream, cfg.Data = u, s.data
+			if cfg.SpoolMax, err = parseSize("--spool-max", spoolMax); err != nil {
+				return err
+			}
 			if err := s.resolve(); err != nil {
 				return err
 			}
@@ -110,7 +113,7 @@ NATS is there or not. Its name is its subject: two gateways must not share one.`
 	cmd.Flags().StringVar(&cfg.Name, "name", hostname(), "the gateway's name: letters, digits, '-' and '_'")
 	cmd.Flags().IntVar(&cfg.Fleet, "fleet", 1, "gateways that share the limits, until the centre has said how many")
 	bind(cmd, map[string]*string{"nats": &s.nats, "data": &s.data, "policy": &policy, "upstream": &upstream, "gateway-addr": &cfg.Addr,
-		"check-addr": &cfg.CheckAddr, "metrics-addr": &metricsAddr, "log-level": &level})
+		"check-addr": &cfg.CheckAddr, "metrics-addr": &metricsAddr, "log-level": &level, "spool-max": &spoolMax})
 	return cmd
 }
 

@@ -7,8 +7,11 @@ import (
 	"io"
 	"io/fs"
 	"log/slog"
+	"math"
 	"os"
 	"path/filepath"
+	"strconv"
+	"strings"
 	"text/tabwriter"
 
 	"github.com/spf13/cobra"
@@ -34,6 +37,7 @@ var settings = map[string]setting{
 	"gateway-addr": {"gateway-addr", "WEIR_GATEWAY_ADDR", "listener of the gateway", "127.0.0.1:8080"},
 	"check-addr":   {"check-addr", "WEIR_CHECK_ADDR", "listener of the check API", "127.0.0.1:8081"},
 	"metrics-addr": {"metrics-addr", "WEIR_METRICS_ADDR", "listener of /livez, /readyz and /metrics", "127.0.0.1:9090"},
+	"spool-max":    {"spool-max", "WEIR_SPOOL_MAX", "bytes of usage reports that a gateway keeps on disk until the history has them", "1GiB"},
 	"log-level":    {"log-level", "WEIR_LOG_LEVEL", "debug, info, warn or error", "info"},
 }
 
@@ -47,6 +51,18 @@ func bind(cmd *cobra.Command, into map[string]*string) {
 		}
 		cmd.Flags().StringVar(p, s.flag, value, fmt.Sprintf("%s ($%s)", s.text, s.env))
 	}
+}
+
+// parseSize reads a number of bytes such as 512MiB; without a unit it is bytes.
+func parseSize(flag, s string) (int64, error) {
+	digits := strings.TrimRight(s, "KMGTiB")
+	units := map[string]int64{"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+	unit, ok := units[s[len(digits):]]
+	n, err := strconv.ParseInt(digits, 10, 64)
+	if !ok || err != nil || n <= 0 || n > math.MaxInt64/unit {
+		return 0, usagef("%s %s, want a size such as 1GiB or 512MiB", flag, s)
+	}
+	return n * unit, nil
 }
 
 // servers holds the addresses of the three servers.

@@ -71,12 +71,17 @@ func NewAggregator(ctx context.Context, s Servers, nc *nats.Conn, m *Metrics, st
 		return nil, err
 	}
 
+	marks, err := jetstream.NewMarks(nc, declare, log)
+	if err != nil {
+		return nil, err
+	}
+	stack.Go("marks of stored reports", marks.Run)
 	stack.Go("recorder", func(ctx context.Context) error { recorder.Run(ctx); return nil })
 	stack.Go("history", func(ctx context.Context) error {
 		if err := await(ctx, "ClickHouse", log, m.store.Degraded, store.Check, clickhouse.ErrUnreachable); err != nil {
 			return ignoreCancel(err)
 		}
-		return a.history.Consume(ctx, store.Reports)
+		return a.history.Consume(ctx, marks.After(store.Reports))
 	})
 	stack.Go("history of alerts", func(ctx context.Context) error {
 		if err := await(ctx, "ClickHouse", log.With("consumer", alertsConsumer), m.store.Degraded, store.Check, clickhouse.ErrUnreachable); err != nil {

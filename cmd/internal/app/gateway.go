@@ -20,6 +20,7 @@ import (
 	"github.com/weirhq/weir/enforcer/natsfeed"
 	"github.com/weirhq/weir/ingest"
 	"github.com/weirhq/weir/ingest/jetstream"
+	"github.com/weirhq/weir/ingest/spool"
 	"github.com/weirhq/weir/internal/obs"
 	"github.com/weirhq/weir/internal/run"
 	"github.com/weirhq/weir/schemas"
@@ -32,7 +33,8 @@ type GatewayConfig struct {
 	CheckAddr string           // listener of the check API; none without one
 	Upstream  *url.URL         // required with Addr
 	Fleet     int              // gateways that share the limits, until the centre has said how many (1)
-	Data      string           // folder for the little that a gateway remembers; none without one
+	Data      string           // folder for the spool and the little else that a gateway remembers; all in memory without one
+	SpoolMax  int64            // bytes of reports on disk, from seal until the history has them (1 GiB)
 	Now       func() time.Time // wall clock (time.Now)
 	Clock     func() int64     // monotonic clock of the buckets (enforcer.Monotonic)
 
@@ -73,7 +75,21 @@ func NewGateway(cfg GatewayConfig, policy *Policy, nc *nats.Conn, m *Metrics, st
 	if err != nil {
 		return nil, err
 	}
-	g.reporter = ingest.New(ingest.Config{PolicyVersion: policy.Version, Clock: cfg.Clock}, cfg.Name, g.Boot, g.enforcer, pub, log, m.ingest)
+	counting := ingest.Config{PolicyVersion: policy.Version, Clock: cfg.Clock, MaxPayload: nc.MaxPayload}
+	if cfg.Data != "" {
+		kept, err := spool.Open(spool.Config{MaxBytes: cfg.SpoolMax}, filepath.Join(cfg.Data, "gateways", cfg.Name, "spool"), cfg.Name, g.Boot, log, m.spool)
+		switch {
+		case err == nil:
+			counting.Spool = kept
+			stack.Defer("spool of "+cfg.Name, kept.Close)
+		case errors.Is(err, spool.ErrInUse):
+			return nil, fmt.Errorf("gateway %s: %w", cfg.Name, err)
+		default: // requests matter more
+			m.spool.Degraded.Inc()
+			log.Error("usage waits in memory only: a kill loses what is not in the stream yet, and what is in the spool stays there", "err", err)
+		}
+	}
+	g.reporter = ingest.New(counting, cfg.Name, g.Boot, g.enforcer, pub, log, m.ingest)
 	g.Guard = httpguard.New(httpguard.Config{Now: cfg.Now, Clock: cfg.Clock, Mode: g.enforcer.Mode}, g.enforcer, policy.Current, g.reporter, m.guard, log)
 	apply := g.enforcer.Apply
 	if cfg.Applied != nil {

@@ -11,6 +11,7 @@ import (
 	"github.com/weirhq/weir/enforcer/natsfeed"
 	"github.com/weirhq/weir/ingest"
 	"github.com/weirhq/weir/ingest/jetstream"
+	"github.com/weirhq/weir/ingest/spool"
 	"github.com/weirhq/weir/internal/natsx"
 	"github.com/weirhq/weir/internal/obs"
 )
@@ -23,6 +24,7 @@ type Metrics struct {
 	nats       *natsx.Metrics
 	streams    *jetstream.Metrics
 	ingest     *ingest.Metrics
+	spool      *spool.Metrics
 	guard      *httpguard.Metrics
 	feed       *natsfeed.Metrics
 	aggregator *aggregator.Metrics
@@ -35,13 +37,14 @@ type Metrics struct {
 func NewMetrics() *Metrics {
 	reg, shared := obs.Registry()
 	m := &Metrics{Registry: reg, shared: shared,
-		nats: natsx.NewMetrics(reg), streams: jetstream.NewMetrics(reg), ingest: ingest.NewMetrics(reg),
+		nats: natsx.NewMetrics(reg), streams: jetstream.NewMetrics(reg), ingest: ingest.NewMetrics(reg), spool: spool.NewMetrics(reg),
 		guard: httpguard.NewMetrics(reg), feed: natsfeed.NewMetrics(reg), aggregator: aggregator.NewMetrics(reg),
 		cast: natscast.NewMetrics(reg), store: clickhouse.NewMetrics(reg), alerting: alerting.NewMetrics(reg),
 	}
 	m.ingest.Admitted, m.ingest.Spooled, m.ingest.Acked = shared.Units("admitted"), shared.Units("spooled"), shared.Units("acked")
 	m.aggregator.Reconciled, m.store.Stored = shared.Units("reconciled"), shared.Units("stored")
 	m.nats.Degraded, m.streams.Degraded, m.ingest.Degraded = shared.Degraded("nats"), shared.Degraded("consumer"), shared.Degraded("ingest")
+	m.spool.Degraded = shared.Degraded("spool")
 	m.feed.Degraded, m.aggregator.Degraded, m.store.Degraded = shared.Degraded("centre"), shared.Degraded("redis"), shared.Degraded("clickhouse")
 	m.alerting.Degraded, m.alerting.Unsent, m.alerting.Lag = shared.Degraded("alerting"), shared.Degraded("webhook"), m.streams.Lag.WithLabelValues("alerting")
 	return m

@@ -1,0 +1,323 @@
+package spool
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"hash/crc32"
+	"io"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"unsafe"
+
+	"github.com/weirhq/weir/ingest"
+)
+
+// The live file of a boot holds the counts that are not sealed yet, mapped into memory and shared with the kernel: they
+// are there when the process is killed, at any instruction, and no system call is made for a count.
+//
+//	file   = header (16 KiB, of which two copies of 128 bytes and one word are used), chunks of 16 KiB
+//	chunk  = generation and bytes used (one word, written last), entries
+//	entry  = ingest.Cell (32 bytes), generation (4), checksum (4), lengths of four texts (2 each), texts, padding to 8
+//
+// A chunk belongs to one lane and one generation. When the generation is sealed, the word becomes 0, and the chunk is
+// free. The checksum is over all but the Cell and begins with a seed from the header, which is random: after a power cut
+// a chunk may be put together from several times, and what a caller chose must not pass for an entry.
+
+const (
+	liveMagic   = "weirliv1"
+	chunkBytes  = 16 << 10
+	chunkHead   = 16
+	slabBytes   = 1 << 20 // the file grows by so much
+	entryBytes  = 48
+	headerCopy  = 128
+	lastSeqAt   = 4096 // the word for the last sequence number of the boot
+	maxLane     = 64
+	reserveFree = 96 // chunks that should be free, so that no request has to make the file longer
+)
+
+const cellBytes = int(unsafe.Sizeof(ingest.Cell{}))
+
+// live is the memory of one boot's counts.
+type live struct {
+	dir, boot, kernel string
+	seed              uint32
+	most              int64 // bytes of the file
+
+	lanes [maxLane]struct {
+		chunk []byte // being filled
+		used  int
+		gen   uint32
+		_     [24]byte
+	}
+
+	mu       sync.Mutex // the fields below
+	f        *os.File   // nil while it cannot be made
+	header   []byte     // mapped
+	lastSeq  uint64
+	free     [][]byte // chunks
+	taken    map[uint32][][]byte
+	size     int64
+	volatile map[uint32]uint32 // cells that did not fit, by generation
+	err      error             // the last one of growing
+}
+
+// liveName is the file of a boot, which is a valid name.
+func liveName(dir, boot string) string { return filepath.Join(dir, "live-"+boot) }
+
+func bootOf(name string) (boot string, ok bool) {
+	return strings.CutPrefix(filepath.Base(name), "live-")
+}
+
+// open makes the file.
+func (l *live) open() (err error) {
+	name := liveName(l.dir, l.boot)
+	_ = os.Remove(name) // an attempt before
+	f, err := create(name, l.dir)
+	if err != nil {
+		return err
+	}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, f.Close(), os.Remove(name))
+		}
+	}()
+	h := make([]byte, headerCopy)
+	copy(h, liveMagic)
+	binary.LittleEndian.PutUint32(h[8:], l.seed)
+	copy(h[16:80], l.kernel)
+	binary.LittleEndian.PutUint32(h[124:], crc32.Checksum(h[:124], castagnoli))
+	block := make([]byte, chunkBytes)
+	copy(block, h)
+	copy(block[2048:], h)
+	if _, err := f.Write(block); err != nil {
+		return err
+	}
+	if err := f.Sync(); err != nil {
+		return err
+	}
+	header, err := syscall.Mmap(int(f.Fd()), 0, chunkBytes, syscall.PROT_READ|syscall.PROT_WRITE, syscall.MAP_SHARED)
+	if err != nil {
+		return fmt.Errorf("map %s: %w", name, err)
+	}
+	l.f, l.header, l.size = f, header, chunkBytes
+	l.writeLastSeq()
+	return nil
+}
+
+// word is eight bytes of a mapping.
+func word(b []byte) *uint64 { return (*uint64)(unsafe.Pointer(&b[0])) }
+
+// grow makes the file longer by a slab. Every byte is written, for a page without a block on a full disk would be a
+// SIGBUS in the middle of a request.
+func (l *live) grow() error {
+	if l.f == nil {
+		if err := l.open(); err != nil {
+			return err
+		}
+	}
+	if l.size+slabBytes > l.most {
+		return fmt.Errorf("%s has %d bytes, want at most %d", l.f.Name(), l.size, l.most)
+	}
+	if _, err := l.f.WriteAt(make([]byte, slabBytes), l.size); err != nil {
+		return err
+	}
+	slab, err := syscall.Mmap(int(l.f.Fd()), l.size, slabBytes, syscall.PROT_READ|syscall.PROT_WRITE, syscall.MAP_SHARED)
+	if err != nil {
+		return fmt.Errorf("map %s: %w", l.f.Name(), err)
+	}
+	l.size += slabBytes
+	for at := 0; at < slabBytes; at += chunkBytes {
+		chunk := slab[at : at+chunkBytes : at+chunkBytes]
+		for i := 0; i < chunkBytes; i += 4096 {
+			_ = *(*byte)(unsafe.Pointer(&chunk[i])) // map it now, not in a request
+		}
+		l.free = append(l.free, chunk)
+	}
+	return nil
+}
+
+// reserve sees to it that there is memory for a while. It returns the last error of growing.
+func (l *live) reserve() error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.err = nil
+	for len(l.free) < reserveFree && l.err == nil {
+		l.err = l.grow()
+	}
+	return l.err
+}
+
+// cell returns memory for a count. When there is no room left it is of this process only.
+func (l *live) cell(lane int, gen uint32, first int64, texts [4]string) *ingest.Cell {
+	need := entryBytes + len(texts[0]) + len(texts[1]) + len(texts[2]) + len(texts[3])
+	need = (need + 7) &^ 7
+	s := &l.lanes[lane]
+	if s.gen != gen || s.used+need > len(s.chunk) {
+		if s.chunk, s.gen, s.used = l.take(gen), gen, chunkHead; s.chunk == nil {
+			c := &ingest.Cell{}
+			c.Begin(first)
+			return c
+		}
+	}
+	e := s.chunk[s.used : s.used+need]
+	c := (*ingest.Cell)(unsafe.Pointer(&e[0]))
+	c.Begin(first)
+	binary.LittleEndian.PutUint32(e[cellBytes:], gen)
+	at := entryBytes
+	for i, t := range texts {
+		binary.LittleEndian.PutUint16(e[40+2*i:], uint16(len(t)))
+		at += copy(e[at:], t)
+	}
+	binary.LittleEndian.PutUint32(e[36:], l.sum(e[:at]))
+	s.used += need
+	atomic.StoreUint64(word(s.chunk), uint64(gen)<<32|uint64(s.used))
+	return c
+}
+
+// sum is the checksum of an entry.
+func (l *live) sum(e []byte) uint32 { return entrySum(l.seed, e) }
+
+func entrySum(seed uint32, e []byte) uint32 {
+	return crc32.Update(crc32.Update(seed, castagnoli, e[cellBytes:36]), castagnoli, e[40:])
+}
+
+func (l *live) take(gen uint32) []byte {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if len(l.free) == 0 && l.err == nil {
+		l.err = l.grow()
+	}
+	n := len(l.free)
+	if n == 0 {
+		l.volatile[gen]++
+		return nil
+	}
+	chunk := l.free[n-1]
+	l.free = l.free[:n-1]
+	l.taken[gen] = append(l.taken[gen], chunk)
+	return chunk
+}
+
+// forget frees the chunks up to a generation.
+func (l *live) forget(gen uint32) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for g, chunks := range l.taken {
+		if g > gen {
+			continue
+		}
+		for _, c := range chunks {
+			atomic.StoreUint64(word(c), 0)
+		}
+		l.free = append(l.free, chunks...)
+		delete(l.taken, g)
+	}
+	for g := range l.volatile {
+		if g <= gen {
+			delete(l.volatile, g)
+		}
+	}
+}
+
+// outside is the number of cells that are not in the file.
+func (l *live) outside() (n uint32) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for _, v := range l.volatile {
+		n += v
+	}
+	return n
+}
+
+// setLastSeq writes down the number of the boot's last report.
+func (l *live) setLastSeq(seq uint64) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.lastSeq = seq
+	l.writeLastSeq()
+}
+
+func (l *live) writeLastSeq() {
+	if l.header != nil {
+		atomic.StoreUint64(word(l.header[lastSeqAt:]), l.lastSeq)
+	}
+}
+
+// dead is the live file of a boot that has ended.
+type dead struct {
+	boot    string
+	kernel  string // the life of the machine that it is of
+	lastSeq uint64
+	seed    uint32
+	f       *os.File
+}
+
+func openDead(name string) (*dead, error) {
+	boot, _ := bootOf(name)
+	f, err := os.Open(name)
+	if err != nil {
+		return nil, err
+	}
+	block := make([]byte, chunkBytes)
+	if _, err := io.ReadFull(f, block); err != nil {
+		return nil, errors.Join(errDamaged, f.Close())
+	}
+	for at := 0; at <= 2048; at += 2048 {
+		h := block[at : at+headerCopy]
+		if string(h[:8]) == liveMagic && binary.LittleEndian.Uint32(h[124:]) == crc32.Checksum(h[:124], castagnoli) {
+			return &dead{boot: boot, kernel: strings.TrimRight(string(h[16:80]), "\x00"), seed: binary.LittleEndian.Uint32(h[8:]),
+				lastSeq: binary.LittleEndian.Uint64(block[lastSeqAt:]), f: f}, nil
+		}
+	}
+	return nil, errors.Join(errDamaged, f.Close())
+}
+
+// each calls f with every count of a generation above sealed, and returns the number of entries that are damaged.
+func (d *dead) each(sealed uint32, f func(generation uint32, c *ingest.Cell, texts [4]string)) (damaged int, err error) {
+	chunk := make([]byte, chunkBytes)
+	for at := int64(chunkBytes); ; at += chunkBytes {
+		if _, err := d.f.ReadAt(chunk, at); err != nil {
+			if errors.Is(err, io.EOF) {
+				return damaged, nil // a slab that was being made has no counts
+			}
+			return damaged, err
+		}
+		w := binary.LittleEndian.Uint64(chunk)
+		gen, used := uint32(w>>32), int(uint32(w))
+		if w == 0 || gen <= sealed {
+			continue
+		}
+		for at := chunkHead; at < used; {
+			if used > chunkBytes || used < at+entryBytes {
+				damaged++
+				break
+			}
+			e := chunk[at:used]
+			end := entryBytes
+			var texts [4]string
+			for i := range texts {
+				n := int(binary.LittleEndian.Uint16(e[40+2*i:]))
+				if end+n > len(e) {
+					end = len(e) + 1
+					break
+				}
+				texts[i] = string(e[end : end+n])
+				end += n
+			}
+			if end > len(e) || binary.LittleEndian.Uint32(e[36:]) != entrySum(d.seed, e[:end]) || binary.LittleEndian.Uint32(e[cellBytes:]) != gen {
+				damaged++ // and there is no way to the next one
+				break
+			}
+			c := (*ingest.Cell)(unsafe.Pointer(&e[0]))
+			if n, _, _ := c.Read(); n > 0 {
+				f(gen, c, texts)
+			}
+			at += (end + 7) &^ 7
+		}
+	}
+}

@@ -1,0 +1,763 @@
+// Package spool keeps a gateway's counts and sealed reports on disk until the history has stored them.
+package spool
+
+import (
+	"cmp"
+	"crypto/rand"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"syscall"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+
+	"github.com/weirhq/weir/ingest"
+	"github.com/weirhq/weir/schemas"
+)
+
+// Config says how much a spool keeps. A zero field means its default.
+type Config struct {
+	MaxBytes     int64 // of sealed reports; the last group may go over it by its own size (1 GiB)
+	MaxLive      int64 // of counts that are not sealed; what is over it does not survive a kill (256 MiB)
+	SegmentBytes int64 // a file of reports is closed at this size (8 MiB, or an eighth of MaxBytes)
+}
+
+func (c Config) withDefaults() Config {
+	num := func(n *int64, v int64) {
+		if *n == 0 {
+			*n = v
+		}
+	}
+	num(&c.MaxBytes, 1<<30)
+	num(&c.MaxLive, 256<<20)
+	num(&c.SegmentBytes, min(8<<20, max(c.MaxBytes/8, 64<<10)))
+	return c
+}
+
+// ErrInUse is in the chain of the error when another process has the folder.
+var ErrInUse = errors.New("another process uses it")
+
+// Metrics are shared by all spools of a process.
+type Metrics struct {
+	Degraded  prometheus.Gauge       // raised by one while a spool is full, or cannot write
+	Bytes     prometheus.Gauge       // of reports on disk
+	Forgotten prometheus.Counter     // reports in the stream that were let go of before the history had them
+	Damaged   prometheus.Counter     // records that could not be read
+	Recovered prometheus.Counter     // requests that a killed process had counted and not sealed
+	Errors    *prometheus.CounterVec // reason: full, no_space, read_only, io
+}
+
+// NewMetrics registers the metrics with reg. Degraded is private until the wiring puts the shared one there.
+func NewMetrics(reg prometheus.Registerer) *Metrics {
+	m := &Metrics{
+		Degraded:  prometheus.NewGauge(prometheus.GaugeOpts{Name: "weir_degraded", ConstLabels: prometheus.Labels{"part": "spool"}}),
+		Bytes:     prometheus.NewGauge(prometheus.GaugeOpts{Name: "weir_spool_bytes", Help: "Size of the usage reports on disk."}),
+		Forgotten: prometheus.NewCounter(prometheus.CounterOpts{Name: "weir_spool_forgotten_total", Help: "Usage reports that the stream had and the history not yet, let go of because the spool was full."}),
+		Damaged:   prometheus.NewCounter(prometheus.CounterOpts{Name: "weir_spool_damaged_total", Help: "Records of the spool that could not be read, and are lost."}),
+		Recovered: prometheus.NewCounter(prometheus.CounterOpts{Name: "weir_spool_recovered_requests_total", Help: "Requests that a killed process had counted and not sealed."}),
+		Errors:    prometheus.NewCounterVec(prometheus.CounterOpts{Name: "weir_spool_errors_total", Help: "Times that the spool did not take reports. They wait in memory."}, []string{"reason"}),
+	}
+	for _, r := range []string{"full", "no_space", "read_only", "io"} {
+		m.Errors.WithLabelValues(r)
+	}
+	reg.MustRegister(m.Bytes, m.Forgotten, m.Damaged, m.Recovered, m.Errors)
+	return m
+}
+
+func reason(err error) string {
+	switch {
+	case errors.Is(err, errFull):
+		return "full"
+	case errors.Is(err, syscall.ENOSPC), errors.Is(err, syscall.EDQUOT):
+		return "no_space"
+	case errors.Is(err, syscall.EROFS), errors.Is(err, os.ErrPermission):
+		return "read_only"
+	}
+	return "io"
+}
+
+var errFull = errors.New("it has reached its size")
+
+// Spool is an ingest.Spool in a folder. The counts of requests survive the end of the process at any instruction, and
+// sealed reports also a power cut; a power cut takes at most the counts since the last seal.
+type Spool struct {
+	cfg     Config
+	dir     string
+	gateway string
+	boot    string
+	log     *slog.Logger
+	m       *Metrics
+	lock    *os.File
+	live    *live
+	filled  chan struct{}
+	seq     uint64 // of the last report of boot, when it was opened
+
+	// Of the goroutine that seals.
+	nextID  uint64
+	buf     []byte
+	group   []*entry
+	groupAt int64 // where the group begins in active
+
+	mu       sync.Mutex // the fields below
+	active   *segment   // the one that is written to; nil when the next group begins one
+	bytes    int64      // of all segments
+	unsent   []*entry
+	requests uint64   // in unsent
+	waiting  []*entry // in the stream, and not known to be in the history
+	life     string   // of the stream, as the history knows it
+	trouble  map[string]bool
+}
+
+// segment is a file of reports. Its fields belong to Spool.mu.
+type segment struct {
+	f    *os.File
+	seed uint32
+	size int64 // up to the last commit
+	left int   // reports that are still needed
+}
+
+// entry is one report.
+type entry struct {
+	seg      *segment
+	at       int64
+	size     int
+	boot     string
+	seq      uint64
+	requests uint64
+
+	report *schemas.Report // of a young one
+	place  uint64          // not above it in the stream, once sent
+	sent   bool            // ever
+	again  bool            // it must be sent even if it was
+	tries  int             // after it was sent
+	next   time.Time       // no sooner again than this
+}
+
+// Open opens the spool in dir for a new life of the gateway, named boot, and makes dir if there is none. What earlier
+// lives have left is there to be sent: their reports, and their counts, sealed as further reports of theirs. After a
+// power cut, counts are reports of this boot, for what the dead one sent last may not be on disk. m may be nil.
+func Open(cfg Config, dir, gateway, boot string, log *slog.Logger, m *Metrics) (s *Spool, err error) {
+	if err := schemas.ValidName(boot); err != nil {
+		return nil, fmt.Errorf("open spool %s: boot: %w", dir, err)
+	}
+	if m == nil {
+		m = NewMetrics(prometheus.NewRegistry())
+	}
+	s = &Spool{cfg: cfg.withDefaults(), dir: dir, gateway: gateway, boot: boot, log: log.With("spool", dir), m: m, filled: make(chan struct{}, 1), trouble: map[string]bool{}}
+	defer func() {
+		if err != nil {
+			err = fmt.Errorf("open spool %s: %w", dir, errors.Join(err, s.Close()))
+			s = nil
+		}
+	}()
+	if err := os.MkdirAll(dir, 0o700); err != nil {
+		return nil, err
+	}
+	if s.lock, err = lockDir(dir); err != nil {
+		return nil, err
+	}
+	known, err := s.readSegments()
+	if err != nil {
+		return nil, err
+	}
+	if err := s.recover(known); err != nil {
+		return nil, err
+	}
+	var seed [4]byte
+	_, _ = rand.Read(seed[:])
+	s.live = &live{dir: dir, boot: boot, kernel: kernelLife(), seed: binary.LittleEndian.Uint32(seed[:]), most: s.cfg.MaxLive,
+		taken: map[uint32][][]byte{}, volatile: map[uint32]uint32{}}
+	s.note("counts do not survive a kill", s.live.reserve())
+	s.live.setLastSeq(s.seq)
+	if n := len(s.unsent); n > 0 {
+		s.log.Info("reports of earlier lives are in the spool", "reports", n, "requests", s.requests, "bytes", s.bytes)
+	}
+	return s, nil
+}
+
+func lockDir(dir string) (*os.File, error) {
+	f, err := os.OpenFile(filepath.Join(dir, "lock"), os.O_RDWR|os.O_CREATE, 0o600)
+	if err != nil {
+		return nil, err
+	}
+	if err := syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB); err != nil {
+		who := make([]byte, 20)
+		n, _ := f.Read(who)
+		if errors.Is(err, syscall.EWOULDBLOCK) {
+			err = fmt.Errorf("%w (process %s): each gateway needs a folder of its own", ErrInUse, strings.TrimSpace(string(who[:n])))
+		}
+		return nil, errors.Join(err, f.Close())
+	}
+	_ = f.Truncate(0)
+	_, _ = fmt.Fprintf(f, "%d\n", os.Getpid()) // for the message above only
+	return f, nil
+}
+
+// kernelLife names the time since the machine was started; it is empty when nobody knows.
+func kernelLife() string {
+	b, _ := os.ReadFile("/proc/sys/kernel/random/boot_id")
+	return strings.TrimSpace(string(b))
+}
+
+// bootKnown is what the segments say of a boot.
+type bootKnown struct {
+	sealed uint32 // generation
+	seq    uint64
+}
+
+func (s *Spool) readSegments() (map[string]bootKnown, error) {
+	names, err := filepath.Glob(filepath.Join(s.dir, "*.seg"))
+	if err != nil {
+		return nil, err
+	}
+	slices.Sort(names)
+	known := map[string]bootKnown{}
+	type id struct {
+		boot string
+		seq  uint64
+	}
+	have := map[id]*entry{}
+	damaged := 0
+	for _, name := range names {
+		var n uint64
+		var seed uint32
+		if _, err := fmt.Sscanf(filepath.Base(name), "%16x-%8x.seg", &n, &seed); err != nil {
+			s.log.Error("a file that is none of ours is in the spool", "file", filepath.Base(name))
+			continue
+		}
+		s.nextID = max(s.nextID, n+1)
+		b, err := os.ReadFile(name)
+		if err != nil {
+			return nil, err
+		}
+		f, err := os.Open(name)
+		if err != nil {
+			return nil, err
+		}
+		c := scan(b, seed)
+		damaged += c.damaged
+		seg := &segment{f: f, seed: seed, size: int64(len(b))}
+		s.bytes += seg.size
+		s.m.Bytes.Add(float64(seg.size))
+		for _, r := range c.commits {
+			k := known[r.boot]
+			k.sealed = max(k.sealed, r.generation)
+			known[r.boot] = k
+		}
+		for _, r := range c.reports {
+			k := known[r.boot]
+			k.seq = max(k.seq, r.seq)
+			known[r.boot] = k
+			e := &entry{seg: seg, at: r.at, size: r.size, boot: r.boot, seq: r.seq, requests: r.requests}
+			if old := have[id{e.boot, e.seq}]; old != nil { // its group was given up, and sealed again
+				old.seg.left--
+				s.unsent[slices.Index(s.unsent, old)] = e
+				s.requests += e.requests - old.requests
+			} else {
+				s.unsent = append(s.unsent, e)
+				s.requests += e.requests
+			}
+			have[id{e.boot, e.seq}] = e
+			seg.left++
+		}
+		if seg.left == 0 {
+			s.remove(seg)
+		}
+	}
+	if damaged > 0 {
+		s.m.Damaged.Add(float64(damaged))
+		s.log.Error("records of the spool are damaged, the usage in them is lost", "records", damaged)
+	}
+	return known, nil
+}
+
+// recover seals what dead processes had counted.
+func (s *Spool) recover(known map[string]bootKnown) error {
+	names, err := filepath.Glob(filepath.Join(s.dir, "live-*"))
+	if err != nil {
+		return err
+	}
+	for _, name := range names {
+		d, err := openDead(name)
+		if errors.Is(err, errDamaged) {
+			if info, serr := os.Stat(name); serr == nil && info.Size() > chunkBytes {
+				s.m.Damaged.Inc()
+				s.log.Error("a file of counts is damaged, it is kept aside", "file", filepath.Base(name))
+				if err := os.Rename(name, filepath.Join(s.dir, "damaged-"+filepath.Base(name))); err != nil {
+					return err
+				}
+				continue
+			}
+			if err := os.Remove(name); err != nil { // it was being made
+				return err
+			}
+			continue
+		}
+		if err != nil {
+			return err
+		}
+		if err := errors.Join(s.bury(d, known[d.boot]), d.f.Close()); err != nil {
+			s.log.Error("counts of an earlier life cannot be sealed now, the next start tries again", "boot", d.boot, "err", err)
+			s.m.Errors.WithLabelValues(reason(err)).Inc()
+			continue
+		}
+		if err := os.Remove(name); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (s *Spool) bury(d *dead, k bootKnown) error {
+	var found ingest.Found
+	var last uint32
+	damaged, err := d.each(k.sealed, func(gen uint32, c *ingest.Cell, t [4]string) {
+		last = max(last, gen)
+		found.Add(c, t[0], t[1], t[2], t[3])
+	})
+	if damaged > 0 {
+		s.m.Damaged.Add(float64(damaged))
+		s.log.Error("counts of an earlier life are damaged, some are lost", "boot", d.boot, "entries", damaged)
+	}
+	if err != nil || last == 0 {
+		return err
+	}
+	boot, seq := d.boot, max(d.lastSeq, k.seq)
+	if d.kernel == "" || d.kernel != kernelLife() {
+		boot, seq = s.boot, s.seq
+	}
+	var requests uint64
+	for _, r := range found.Reports(s.gateway, boot, seq) {
+		if err := s.Append(r); err != nil {
+			return err
+		}
+		seq = r.Seq
+		requests += r.Requests()
+	}
+	if err := s.commit(d.boot, last); err != nil {
+		return err
+	}
+	if boot == s.boot {
+		s.seq = seq
+	}
+	s.m.Recovered.Add(float64(requests))
+	s.log.Info("counts of a life that was killed are sealed", "boot", d.boot, "under", boot, "requests", requests)
+	return nil
+}
+
+// Cell is ingest.Spool's. It makes no system call, save where a thousand new keys come at once.
+func (s *Spool) Cell(lane int, generation uint32, first int64, tenant, route, rule, layer string) *ingest.Cell {
+	return s.live.cell(lane, generation, first, [4]string{tenant, route, rule, layer})
+}
+
+// Seq is the sequence number of the last report of this boot.
+func (s *Spool) Seq() uint64 { return s.seq }
+
+// Full says that the files have reached their size. Before that comes, reports that are in the stream are let go of: the
+// history may be away for days, and what they protect from is a stream that loses what it has acknowledged.
+func (s *Spool) Full() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	forgotten := 0
+	for ; s.bytes >= s.cfg.MaxBytes && forgotten < len(s.waiting); forgotten++ {
+		s.done(s.waiting[forgotten])
+	}
+	if forgotten > 0 {
+		s.waiting = slices.Delete(s.waiting, 0, forgotten)
+		s.m.Forgotten.Add(float64(forgotten))
+		s.log.Warn("the spool is full: reports that are in the stream are let go of before the history has them", "reports", forgotten)
+	}
+	if s.bytes >= s.cfg.MaxBytes && s.active != nil && s.active.left == 0 {
+		s.roll()
+	}
+	full := s.bytes >= s.cfg.MaxBytes
+	if full {
+		s.noteLocked("full, counts merge until there is room", errFull)
+	} else {
+		s.noteLocked("full, counts merge until there is room", nil)
+	}
+	return full
+}
+
+// Append adds a report to the group.
+func (s *Spool) Append(r *schemas.Report) (err error) {
+	defer func() {
+		if err != nil {
+			s.giveUp()
+			s.note("cannot be written", err)
+		}
+	}()
+	if err := s.begin(); err != nil {
+		return err
+	}
+	at := s.groupAt
+	if n := len(s.group); n > 0 {
+		at = s.group[n-1].at + int64(s.group[n-1].size)
+	}
+	before := len(s.buf)
+	if s.buf, err = appendReport(s.buf, s.active.seed, r); err != nil {
+		return err
+	}
+	e := &entry{seg: s.active, at: at, size: len(s.buf) - before, boot: r.Boot, seq: r.Seq, requests: r.Requests()}
+	if len(s.group) < keepReports {
+		e.report = r
+	}
+	s.group = append(s.group, e)
+	if len(s.buf) < 256<<10 {
+		return nil
+	}
+	return s.write()
+}
+
+// begin sees to it that there is a group.
+func (s *Spool) begin() error {
+	if len(s.group) > 0 {
+		return nil
+	}
+	s.mu.Lock()
+	if s.active != nil && s.active.size >= s.cfg.SegmentBytes {
+		s.roll()
+	}
+	active := s.active
+	s.mu.Unlock()
+	if active == nil {
+		var seed [4]byte
+		_, _ = rand.Read(seed[:])
+		seg := &segment{seed: binary.LittleEndian.Uint32(seed[:])}
+		var err error
+		if seg.f, err = create(filepath.Join(s.dir, fmt.Sprintf("%016x-%08x.seg", s.nextID, seg.seed)), s.dir); err != nil {
+			return err
+		}
+		s.nextID++
+		s.mu.Lock()
+		s.active, active = seg, seg
+		s.mu.Unlock()
+	}
+	s.groupAt = active.size
+	s.buf = s.buf[:0]
+	return nil
+}
+
+// keepReports is how many unsent reports are kept in memory beside the disk.
+const keepReports = 64
+
+func (s *Spool) write() error {
+	_, err := s.active.f.Write(s.buf)
+	s.buf = s.buf[:0]
+	return err
+}
+
+// giveUp forgets the group. What of it is in the file must not be followed by another one: a commit would keep both.
+func (s *Spool) giveUp() {
+	if s.active != nil {
+		if err := s.active.f.Truncate(s.groupAt); err == nil {
+			_, err = s.active.f.Seek(s.groupAt, 0)
+			if err != nil {
+				s.abandon()
+			}
+		} else {
+			s.abandon()
+		}
+	}
+	s.group, s.buf = nil, s.buf[:0]
+}
+
+func (s *Spool) abandon() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.roll()
+}
+
+// roll ends the active segment. Its caller holds mu.
+func (s *Spool) roll() {
+	seg := s.active
+	s.active = nil
+	if seg.left == 0 {
+		s.remove(seg)
+	}
+}
+
+// Commit keeps the group.
+func (s *Spool) Commit(generation uint32) error {
+	if err := s.commit(s.boot, generation); err != nil {
+		return err
+	}
+	s.live.forget(generation)
+	s.note("counts do not survive a kill", s.live.reserve())
+	return nil
+}
+
+func (s *Spool) commit(boot string, generation uint32) (err error) {
+	defer func() {
+		if err != nil {
+			s.giveUp()
+		}
+		s.note("cannot be written", err)
+	}()
+	if len(s.group) == 0 {
+		return nil
+	}
+	s.buf = appendCommit(s.buf, s.active.seed, boot, generation)
+	last := s.group[len(s.group)-1]
+	end := last.at + int64(last.size+2*(headBytes+6+len(boot)))
+	if err := s.write(); err != nil {
+		return err
+	}
+	if generation > 0 {
+		if err := syncData(s.active.f); err != nil {
+			s.mu.Lock()
+			defer s.mu.Unlock()
+			s.bytes += end - s.active.size
+			s.m.Bytes.Add(float64(end - s.active.size))
+			s.active.size = end // nobody knows what is there: write nothing behind it
+			s.roll()
+			return err
+		}
+	}
+	if s.live != nil && last.boot == s.boot {
+		s.live.setLastSeq(last.seq)
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.bytes += end - s.active.size
+	s.m.Bytes.Add(float64(end - s.active.size))
+	s.active.size = end
+	s.active.left += len(s.group)
+	for _, e := range s.group {
+		if len(s.unsent) >= keepReports {
+			e.report = nil
+		}
+		s.unsent = append(s.unsent, e)
+		s.requests += e.requests
+	}
+	s.group = nil
+	select {
+	case s.filled <- struct{}{}:
+	default:
+	}
+	return nil
+}
+
+// Next returns the oldest report that is not in the stream.
+func (s *Spool) Next() (*schemas.Report, bool) {
+	for {
+		s.mu.Lock()
+		if len(s.unsent) == 0 {
+			s.mu.Unlock()
+			return nil, false
+		}
+		e := s.unsent[0]
+		s.mu.Unlock()
+		if e.report == nil {
+			r, err := readReport(e.seg.f, e.seg.seed, e.at, e.size)
+			if err != nil {
+				s.m.Damaged.Inc()
+				s.log.Error("a report in the spool is damaged, the usage in it is lost", "boot", e.boot, "seq", e.seq, "requests", e.requests, "err", err)
+				s.mu.Lock()
+				s.pop()
+				s.done(e)
+				s.mu.Unlock()
+				continue
+			}
+			e.report = r
+		}
+		e.report.Gateway = s.gateway
+		return e.report, e.again
+	}
+}
+
+// pop takes out the head of unsent. Its caller holds mu.
+func (s *Spool) pop() *entry {
+	e := s.unsent[0]
+	s.unsent[0] = nil
+	s.unsent = s.unsent[1:]
+	s.requests -= e.requests
+	return e
+}
+
+// done lets go of a report. Its caller holds mu.
+func (s *Spool) done(e *entry) {
+	e.report = nil
+	if e.seg.left--; e.seg.left == 0 && e.seg != s.active {
+		s.remove(e.seg)
+	}
+}
+
+func (s *Spool) remove(seg *segment) {
+	name := seg.f.Name()
+	if err := errors.Join(seg.f.Close(), os.Remove(name)); err != nil {
+		s.log.Warn("a file of the spool that is not needed any more stays", "file", filepath.Base(name), "err", err)
+	}
+	s.bytes -= seg.size
+	s.m.Bytes.Sub(float64(seg.size))
+}
+
+// Sent says that Next's report is in the stream. One without requests is done then: the next one of its buckets says
+// more.
+func (s *Spool) Sent(place uint64) (first bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	e := s.pop()
+	first = !e.sent
+	e.place, e.report, e.sent, e.again = place, nil, true, false
+	if e.requests == 0 {
+		s.done(e)
+		return first
+	}
+	s.waiting = append(s.waiting, e)
+	return first
+}
+
+// Skip puts Next's report behind all others.
+func (s *Spool) Skip() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	e := s.pop()
+	e.again = true // others of its boot will be in the stream before it
+	s.enqueue(e)
+}
+
+func (s *Spool) enqueue(e *entry) {
+	s.unsent = append(s.unsent, e)
+	s.requests += e.requests
+}
+
+// A report that the history does not have though it has passed it is sent again at once, and then ever less often:
+// perhaps the history cannot read it.
+const (
+	againMin = time.Minute
+	againMax = time.Hour
+)
+
+// Stored removes what the history has.
+func (s *Spool) Stored(f schemas.Floor, stored *schemas.Stored) (again int) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	another := s.life != "" && f.Stream != s.life // what we sent went into a stream that is gone, or may have
+	s.life = cmp.Or(f.Stream, s.life)
+	now := time.Now()
+	unsent := s.unsent[:0:0]
+	for _, e := range s.unsent {
+		if stored.Has(e.boot, e.seq) {
+			s.requests -= e.requests
+			s.done(e)
+			continue
+		}
+		unsent = append(unsent, e)
+	}
+	s.unsent = unsent
+	waiting := s.waiting[:0]
+	for _, e := range s.waiting {
+		switch {
+		case stored.Has(e.boot, e.seq):
+			s.done(e)
+		case (another || f.Stream == s.life && f.Seq >= e.place) && f.Stream != "" && now.After(e.next):
+			e.again, e.next = true, now.Add(min(againMin<<min(e.tries, 10), againMax))
+			e.tries++
+			s.enqueue(e)
+			again++
+		default:
+			waiting = append(waiting, e)
+		}
+	}
+	clear(s.waiting[len(waiting):])
+	s.waiting = waiting
+	return again
+}
+
+// Unconfirmed is the number of reports that wait for the history.
+func (s *Spool) Unconfirmed() int {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return len(s.waiting)
+}
+
+// Filled is signalled after a Commit.
+func (s *Spool) Filled() <-chan struct{} { return s.filled }
+
+// Len says what is not in the stream yet.
+func (s *Spool) Len() (reports int, requests uint64) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return len(s.unsent), s.requests
+}
+
+// Bytes is the size of the reports on disk.
+func (s *Spool) Bytes() int64 {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.bytes
+}
+
+// note tells of trouble once, when it begins and when it ends.
+func (s *Spool) note(what string, err error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.noteLocked(what, err)
+}
+
+func (s *Spool) noteLocked(what string, err error) {
+	if err != nil {
+		s.m.Errors.WithLabelValues(reason(err)).Inc()
+	}
+	if (err != nil) == s.trouble[what] {
+		return
+	}
+	if err != nil {
+		if len(s.trouble) == 0 {
+			s.m.Degraded.Inc()
+		}
+		s.trouble[what] = true
+		s.log.Error("spool: "+what+"; requests go on", "bytes", s.bytes, "err", err)
+		return
+	}
+	delete(s.trouble, what)
+	if len(s.trouble) == 0 {
+		s.m.Degraded.Dec()
+	}
+	s.log.Info("spool: no longer: " + what)
+}
+
+// Close ends this life. What is in the spool stays there. Counts that were never sealed stay as well, save those for
+// which there was no room on disk: the error says how many keys these are of. Cells may be used even after it, so
+// their memory is given back only at the end of the process.
+func (s *Spool) Close() error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	var errs []error
+	if s.live != nil {
+		if n := s.live.outside(); n > 0 {
+			errs = append(errs, fmt.Errorf("close spool %s: counts of %d keys are lost: there was no room for them on disk", s.dir, n))
+		}
+		if s.live.f != nil {
+			errs = append(errs, s.live.f.Close())
+		}
+	}
+	files := map[*os.File]bool{}
+	if s.active != nil {
+		files[s.active.f] = true
+		errs = append(errs, s.active.f.Sync())
+	}
+	for _, e := range append(slices.Clone(s.unsent), s.waiting...) {
+		files[e.seg.f] = true
+	}
+	for f := range files {
+		errs = append(errs, f.Close())
+	}
+	if s.lock != nil {
+		errs = append(errs, s.lock.Close())
+	}
+	if len(s.trouble) > 0 {
+		s.m.Degraded.Dec()
+		s.trouble = map[string]bool{}
+	}
+	s.m.Bytes.Sub(float64(s.bytes))
+	return errors.Join(errs...)
+}
