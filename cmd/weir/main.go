@@ -90,7 +90,7 @@ Standard output is data, standard error is talk. Exit codes: 0 ok, 1 failed, 2 u
 	root.SetFlagErrorFunc(func(_ *cobra.Command, err error) error { return usageError{err} })
 	root.CompletionOptions.HiddenDefaultCmd = true
 	root.AddCommand(upCommand(), gatewayCommand(), aggregatorCommand(), alerterCommand(), migrateCommand(), checkCommand(),
-		usageCommand(), simulateCommand(), replayCommand(), loadCommand(), benchCommand(), doctorCommand(), versionCommand())
+		usageCommand(), historyCommand(), dlqCommand(), simulateCommand(), replayCommand(), loadCommand(), benchCommand(), doctorCommand(), versionCommand())
 	return root
 }
 

@@ -155,6 +155,11 @@ func letter(subject string, h nats.Header) DeadLetter {
 	return l
 }
 
+// Report reads the body as a report.
+func (l *DeadLetter) Report() (*schemas.Report, error) {
+	return schemas.DecodeReport(l.Subject, l.ContentType, l.Body, l.Arrived)
+}
+
 // Replay publishes a letter's body where it came from, and takes the letter out once that is stored. As often as it is
 // repeated the message has the id dlq-<ID>: the stream stores it once within its duplicate window, and the history once
 // at any time. A message that still cannot be taken becomes a new letter, with a number of its own.

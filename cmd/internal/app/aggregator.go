@@ -89,6 +89,10 @@ func NewAggregator(ctx context.Context, s Servers, nc *nats.Conn, m *Metrics, st
 		}
 		return a.alerts.Consume(ctx, store.Alerts)
 	})
+	books := Books{NATS: nc, Counter: counter, Store: store}
+	stack.Go("reconciliation", newAuditor(js, log, func(ctx context.Context, from, to time.Time) (Reconciliation, error) {
+		return Reconcile(ctx, books, from, to)
+	}).run)
 	stack.Go("shares", agg.Run)
 	stack.Go("throttle", func(ctx context.Context) error {
 		remarks, err := counter.Check(ctx)
@@ -158,6 +162,9 @@ func await(ctx context.Context, what string, log *slog.Logger, degraded promethe
 			return nil
 		case ctx.Err() != nil:
 			return ctx.Err()
+		case errors.Is(err, clickhouse.ErrSchemaNewer):
+			log.Warn(what+" was migrated by a newer weir, going on", "err", err)
+			return nil
 		case !errors.Is(err, retryable):
 			return err
 		case first:

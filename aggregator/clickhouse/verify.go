@@ -1,0 +1,161 @@
+package clickhouse
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	ch "github.com/ClickHouse/clickhouse-go/v2"
+	"github.com/ClickHouse/clickhouse-go/v2/lib/driver"
+
+	"github.com/weirhq/weir/schemas"
+)
+
+// MissingReports is a run of reports that are not stored though a later one of the same boot is.
+type MissingReports struct {
+	Gateway, Boot string
+	First, Last   uint64
+	Hour          time.Time // in which the next one arrived
+}
+
+// Missing returns the runs whose next report arrived with from <= received < to.
+func (s *Store) Missing(ctx context.Context, from, to time.Time) ([]MissingReports, error) {
+	var out []MissingReports
+	err := s.scan(ctx, "look for missing reports", `SELECT gateway, boot, before + 1, toUInt64(seq - 1), toUnixTimestamp64Milli(received) FROM (
+			SELECT gateway, boot, seq, received, lagInFrame(seq, 1, 0) OVER (PARTITION BY gateway, boot ORDER BY seq) AS before FROM reports FINAL
+			WHERE (gateway, boot) IN (SELECT gateway, boot FROM reports WHERE `+received+`)
+		) WHERE seq > before + 1 AND `+received+` ORDER BY gateway, boot, seq`, window(from, to), func(rows driver.Rows) error {
+		var m MissingReports
+		var ms int64
+		err := rows.Scan(&m.Gateway, &m.Boot, &m.First, &m.Last, &ms)
+		m.Hour = time.UnixMilli(ms).UTC().Truncate(time.Hour)
+		out = append(out, m)
+		return err
+	})
+	return out, err
+}
+
+// Uneven is a difference between two accounts of what one gateway saw in one hour.
+type Uneven struct {
+	Gateway, Boot string
+	Rule, Key     string // of a bucket; empty for all requests
+	Hour          time.Time
+	Want, Have    int64
+}
+
+// UnevenReports returns where usage does not add up to what the reports say of themselves, for reports that arrived with
+// from <= received < to.
+func (s *Store) UnevenReports(ctx context.Context, from, to time.Time) ([]Uneven, error) {
+	// A report's usage is at most a year older and a day younger than its arrival: what it cannot be in is not read.
+	args := append(window(from, to), ch.Named("first", millis(from.Add(-schemas.MaxBehind))), ch.Named("last", millis(to.Add(schemas.MaxAhead))))
+	return s.uneven(ctx, "compare usage with reports", `SELECT gateway, boot, '', '', toInt64(hour), sum(toInt64(said)), sum(toInt64(have)) FROM (
+			SELECT gateway, boot, seq, max(at) AS hour, sum(said) AS said, sum(have) AS have FROM (
+				SELECT gateway, boot, seq, toUnixTimestamp64Milli(received) - toUnixTimestamp64Milli(received) % 3600000 AS at, requests AS said, toUInt64(0) AS have
+				FROM reports FINAL WHERE `+received+`
+				UNION ALL
+				SELECT gateway, boot, seq, toInt64(0), toUInt64(0), allowed + rejected FROM usage FINAL WHERE `+received+`
+					AND ts >= fromUnixTimestamp64Milli({first:Int64}, 'UTC') AND ts < fromUnixTimestamp64Milli({last:Int64}, 'UTC')
+			) GROUP BY gateway, boot, seq
+		) WHERE hour > 0 AND said != have GROUP BY gateway, boot, hour ORDER BY hour, gateway, boot`+final, args)
+}
+
+// UnevenTokens returns where what was taken of a bucket, report by report, does not add up to the growth of its cumulative
+// count, for reports of from <= ts < to: more grown than taken is lost, less is doubled.
+func (s *Store) UnevenTokens(ctx context.Context, from, to time.Time) ([]Uneven, error) {
+	return s.uneven(ctx, "compare cumulative counts", `SELECT gateway, boot, rule, key, toUnixTimestamp64Milli(ts) - toUnixTimestamp64Milli(ts) % 3600000 AS hour,
+			sum(grown), sum(toInt64(taken)) FROM (
+			SELECT gateway, boot, rule, key, ts, taken, toInt64(cum) - lagInFrame(toInt64(cum), 1, toInt64(cum) - toInt64(taken)) OVER
+				(PARTITION BY gateway, boot, incarnation, rule, key ORDER BY seq) AS grown
+			FROM tokens FINAL WHERE `+within+`
+		) WHERE grown != toInt64(taken) GROUP BY gateway, boot, rule, key, hour ORDER BY hour, gateway, boot, rule, key`+final, window(from, to))
+}
+
+func (s *Store) uneven(ctx context.Context, doing, sql string, args []any) ([]Uneven, error) {
+	var out []Uneven
+	err := s.scan(ctx, doing, sql, args, func(rows driver.Rows) error {
+		var u Uneven
+		var hour int64
+		err := rows.Scan(&u.Gateway, &u.Boot, &u.Rule, &u.Key, &hour, &u.Want, &u.Have)
+		u.Hour = time.UnixMilli(hour).UTC()
+		out = append(out, u)
+		return err
+	})
+	return out, err
+}
+
+// Mark is how far the cumulative count of one incarnation of a bucket has come, by the reports that are stored.
+type Mark struct {
+	Rule, Key, Gateway, Boot string
+	Incarnation              uint32
+	Seq, Cum                 uint64
+	At                       time.Time // of that report
+}
+
+// Marks returns those of the incarnations with a report of from <= ts < to, at most n of them, the latest first.
+func (s *Store) Marks(ctx context.Context, from, to time.Time, n int) ([]Mark, error) {
+	var out []Mark
+	err := s.scan(ctx, "read cumulative counts", `SELECT rule, key, gateway, boot, incarnation, max(seq), max(cum), toUnixTimestamp64Milli(max(ts)) AS at FROM tokens
+			WHERE ts >= fromUnixTimestamp64Milli({from:Int64}, 'UTC') AND (rule, key) IN (SELECT rule, key FROM tokens WHERE `+within+`)
+			GROUP BY rule, key, gateway, boot, incarnation HAVING min(ts) < fromUnixTimestamp64Milli({to:Int64}, 'UTC') ORDER BY at DESC LIMIT {n:UInt32}`,
+		append(window(from, to), ch.Named("n", uint32(n))), func(rows driver.Rows) error {
+			var m Mark
+			var at int64
+			err := rows.Scan(&m.Rule, &m.Key, &m.Gateway, &m.Boot, &m.Incarnation, &m.Seq, &m.Cum, &at)
+			m.At = time.UnixMilli(at).UTC()
+			out = append(out, m)
+			return err
+		})
+	return out, err
+}
+
+// ReportID names a report for ever.
+type ReportID struct {
+	Gateway, Boot string
+	Seq           uint64
+}
+
+// Stored says which of these reports are stored whole.
+func (s *Store) Stored(ctx context.Context, ids []ReportID) (map[ReportID]bool, error) {
+	items := make([]schemas.Delivered[*schemas.Report], len(ids))
+	for i, id := range ids {
+		items[i].Value = &schemas.Report{Gateway: id.Gateway, Boot: id.Boot, Seq: id.Seq}
+	}
+	by, err := s.storedBy(ctx, "-", items) // no batch is called so
+	if err != nil {
+		return nil, s.explain("look up reports", err)
+	}
+	out := make(map[ReportID]bool, len(by))
+	for id := range by {
+		out[ReportID{id.gateway, id.boot, id.seq}] = true
+	}
+	return out, nil
+}
+
+const received = `received >= fromUnixTimestamp64Milli({from:Int64}, 'UTC') AND received < fromUnixTimestamp64Milli({to:Int64}, 'UTC')`
+
+// scan calls row for every row of a query.
+func (s *Store) scan(ctx context.Context, doing, sql string, args []any, row func(driver.Rows) error) error {
+	ctx, cancel := context.WithTimeout(ctx, queryTimeout)
+	defer cancel()
+	rows, err := s.conn.Query(ctx, sql, args...)
+	if err != nil {
+		return s.explain(doing, err)
+	}
+	for rows.Next() {
+		if err := row(rows); err != nil {
+			return s.explain(doing, errors.Join(err, rows.Close()))
+		}
+	}
+	if err := errors.Join(rows.Err(), rows.Close()); err != nil {
+		return s.explain(doing, err)
+	}
+	return nil
+}
+
+func (m MissingReports) String() string {
+	if m.First == m.Last {
+		return fmt.Sprintf("report %d", m.First)
+	}
+	return fmt.Sprintf("reports %d to %d", m.First, m.Last)
+}

@@ -1,0 +1,193 @@
+package app
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"time"
+
+	"github.com/nats-io/nats.go"
+	natsjs "github.com/nats-io/nats.go/jetstream"
+
+	"github.com/weirhq/weir/alerting"
+	"github.com/weirhq/weir/schemas"
+)
+
+// AlertReconciliation is the alert about an hour whose accounts do not agree.
+const AlertReconciliation = "reconciliation"
+
+const (
+	auditDelay  = 5 * time.Minute // after the end of an hour, for what is on its way
+	auditRetry  = time.Minute
+	auditPast   = 24 * time.Hour      // closed hours that are looked at each time
+	auditOldest = 31 * 24 * time.Hour // an hour that fires is looked at for so long
+)
+
+// auditor reconciles the closed hours once an hour, and says in the alerts' stream which do not add up and which do again.
+// What fires is what the stream says, and each change names the message that it follows: a restart or a second auditor
+// tells nothing twice.
+type auditor struct {
+	reconcile func(ctx context.Context, from, to time.Time) (Reconciliation, error)
+	js        natsjs.JetStream
+	log       *slog.Logger
+
+	seq    uint64                   // of the last message known
+	firing map[string]schemas.Alert // by dedup key
+}
+
+func newAuditor(js natsjs.JetStream, log *slog.Logger, reconcile func(ctx context.Context, from, to time.Time) (Reconciliation, error)) *auditor {
+	return &auditor{reconcile: reconcile, js: js, log: log, firing: map[string]schemas.Alert{}}
+}
+
+// run audits until ctx is done.
+func (a *auditor) run(ctx context.Context) error {
+	wait, told := auditRetry, false
+	for {
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-time.After(wait):
+		}
+		now := time.Now()
+		switch err := a.audit(ctx, now); {
+		case ctx.Err() != nil:
+			return nil
+		case err != nil:
+			if !told {
+				a.log.Warn("usage is not reconciled, trying again until it is", "every", auditRetry, "err", err)
+			}
+			wait, told = auditRetry, true
+		default:
+			wait, told = now.Add(-auditDelay).Truncate(time.Hour).Add(time.Hour+auditDelay).Sub(now), false
+		}
+	}
+}
+
+// audit looks at the closed hours, as they are at now.
+func (a *auditor) audit(ctx context.Context, now time.Time) error {
+	if err := a.learn(ctx); err != nil {
+		return err
+	}
+	to := now.UTC().Add(-auditDelay).Truncate(time.Hour)
+	from := to.Add(-auditPast)
+	for _, f := range a.firing {
+		if hour := auditedHour(f.DedupKey); hour.Before(from) && hour.After(now.Add(-auditOldest)) {
+			from = hour
+		}
+	}
+	r, err := a.reconcile(ctx, from, to)
+	if err != nil {
+		return fmt.Errorf("reconcile the hours from %s: %w", from.Format(time.RFC3339), err)
+	}
+	wrong := map[time.Time][]Difference{}
+	for _, d := range r.Differences {
+		if hour := d.Hour.UTC(); hour.Before(to) && !(d.Between == "redis" && d.Cause == CauseInFlight) {
+			wrong[hour] = append(wrong[hour], d)
+		}
+	}
+	for hour := from; hour.Before(to); hour = hour.Add(time.Hour) {
+		was, fires := a.firing[auditKey(hour)]
+		all := wrong[hour]
+		switch {
+		case len(all) > 0 && !fires:
+			err = a.tell(ctx, schemas.Alert{Type: schemas.AlertFiring, Name: AlertReconciliation, Severity: schemas.SeverityCritical, DedupKey: auditKey(hour),
+				Gateway: all[0].Gateway, Summary: auditSummary(hour, all), Value: auditSize(all), StartsAt: now.UTC().Truncate(time.Millisecond)})
+		case len(all) == 0 && fires:
+			was.Type, was.EndsAt, was.Value = schemas.AlertResolved, now.UTC().Truncate(time.Millisecond), 0
+			was.Summary = fmt.Sprintf("usage of the hour %s adds up", hour.Format(time.RFC3339))
+			err = a.tell(ctx, was)
+		}
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+const auditPrefix = AlertReconciliation + "/"
+
+func auditKey(hour time.Time) string { return auditPrefix + hour.UTC().Format("2006-01-02T15") }
+
+func auditedHour(key string) time.Time {
+	hour, _ := time.Parse(auditPrefix+"2006-01-02T15", key)
+	return hour
+}
+
+func auditSummary(hour time.Time, all []Difference) string {
+	causes := map[string]int{}
+	for _, d := range all {
+		causes[d.Cause]++
+	}
+	text := ""
+	for _, c := range []string{CauseLost, CauseDoubled, CauseRefused, CauseLate, CauseInFlight} {
+		if n := causes[c]; n > 0 {
+			text += fmt.Sprintf(", %d %s", n, c)
+		}
+	}
+	return fmt.Sprintf("usage of the hour %s does not add up: %s: see weir history verify --from %s --to %s", hour.Format(time.RFC3339), text[2:],
+		hour.Format(time.RFC3339), hour.Add(time.Hour).Format(time.RFC3339))
+}
+
+// auditSize is by how many requests and tokens the accounts differ.
+func auditSize(all []Difference) (n float64) {
+	for _, d := range all {
+		n += max(float64(d.Want-d.Have), float64(d.Have-d.Want))
+	}
+	return n
+}
+
+// learn reads what the stream says since we last looked.
+func (a *auditor) learn(ctx context.Context) error {
+	const doing = "read " + schemas.AlertsStream
+	stream, err := a.js.Stream(ctx, schemas.AlertsStream)
+	if err != nil {
+		return fmt.Errorf("%s: %w", doing, err)
+	}
+	last := stream.CachedInfo().State.LastSeq
+	if last < a.seq { // another stream of that name
+		a.seq, a.firing = 0, map[string]schemas.Alert{}
+	}
+	for a.seq < last {
+		msg, err := stream.GetMsg(ctx, a.seq+1, natsjs.WithGetMsgSubject(schemas.AlertPrefix+schemas.SeverityCritical))
+		if errors.Is(err, natsjs.ErrMsgNotFound) {
+			a.seq = last
+			break
+		}
+		if err != nil {
+			return fmt.Errorf("%s: %w", doing, err)
+		}
+		a.seq = msg.Sequence
+		switch alert, err := schemas.DecodeAlert(msg.Data); {
+		case err != nil || alert.Name != AlertReconciliation: // somebody else's
+		case alert.Type == schemas.AlertFiring:
+			a.firing[alert.DedupKey] = *alert
+		default:
+			delete(a.firing, alert.DedupKey)
+		}
+	}
+	return nil
+}
+
+// tell stores a change, unless the stream has a message that we do not know.
+func (a *auditor) tell(ctx context.Context, alert schemas.Alert) error {
+	body, err := schemas.EncodeAlert(&alert)
+	if err != nil {
+		return fmt.Errorf("store alert %s: %w", alert.DedupKey, err)
+	}
+	msg := &nats.Msg{Subject: schemas.AlertPrefix + alert.Severity, Data: body, Header: nats.Header{"Content-Type": {schemas.ContentJSON}}}
+	ack, err := a.js.PublishMsg(ctx, msg, natsjs.WithMsgID(alerting.MessageID(&alert)), natsjs.WithExpectLastSequence(a.seq))
+	if err != nil {
+		return fmt.Errorf("store alert %s: %w", alert.DedupKey, err)
+	}
+	a.seq = ack.Sequence
+	level := slog.LevelWarn
+	if alert.Type == schemas.AlertFiring {
+		a.firing[alert.DedupKey] = alert
+	} else {
+		level = slog.LevelInfo
+		delete(a.firing, alert.DedupKey)
+	}
+	a.log.Log(ctx, level, "reconciliation", "type", alert.Type, "hour", auditedHour(alert.DedupKey), "summary", alert.Summary)
+	return nil
+}

@@ -1,0 +1,282 @@
+package app
+
+import (
+	"cmp"
+	"context"
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/nats-io/nats.go"
+
+	"github.com/weirhq/weir/aggregator"
+	"github.com/weirhq/weir/aggregator/clickhouse"
+	"github.com/weirhq/weir/aggregator/redis"
+	"github.com/weirhq/weir/ingest/jetstream"
+	"github.com/weirhq/weir/schemas"
+)
+
+// Causes of a Difference.
+const (
+	CauseInFlight = "in flight" // it is in the stream, or reports come in just now: it will be there
+	CauseLate     = "late"      // a gateway has it and has not published it
+	CauseRefused  = "refused"   // it is a dead letter: see weir dlq
+	CauseLost     = "lost"      // nobody has it
+	CauseDoubled  = "doubled"   // it is there more than once
+)
+
+// Difference is where two accounts of the same requests do not agree.
+type Difference struct {
+	Between string    `json:"between"` // which accounts: "reports", "usage", "tokens", "redis", or a roll-up
+	Cause   string    `json:"cause"`
+	Gateway string    `json:"gateway,omitempty"`
+	Boot    string    `json:"boot,omitempty"`
+	Rule    string    `json:"rule,omitempty"`
+	Key     string    `json:"key,omitempty"` // of the bucket, or the tenant
+	Hour    time.Time `json:"hour"`
+	Want    int64     `json:"want"`
+	Have    int64     `json:"have"`
+	Detail  string    `json:"detail,omitempty"`
+}
+
+// Reconciliation is the verdict about a time.
+type Reconciliation struct {
+	From        time.Time    `json:"from"`
+	To          time.Time    `json:"to"`
+	Equal       bool         `json:"equal"`
+	Requests    uint64       `json:"requests"` // by the ledger
+	Counts      int          `json:"counts"`   // cumulative counts that Redis and ClickHouse both hold
+	Journals    int          `json:"journals"` // that were read
+	Differences []Difference `json:"differences"`
+}
+
+// Journal is what a gateway keeps of its own: the reports that it has not been told are stored.
+type Journal func(context.Context) ([]*schemas.Report, error)
+
+// Books are the accounts that are compared. Journals may be none: then a report that only its gateway has counts as lost.
+type Books struct {
+	NATS     *nats.Conn
+	Counter  *redis.Counter
+	Store    *clickhouse.Store
+	Journals []Journal
+}
+
+// maxWaiting bounds the reports and counts that are looked at one by one.
+const maxWaiting = 100_000
+
+// Reconcile compares the accounts of the hours that lie in from <= t < to: the gateways' journals, the stream, the reports
+// and their usage, the cumulative counts in Redis and in ClickHouse, and the roll-ups.
+func Reconcile(ctx context.Context, b Books, from, to time.Time) (Reconciliation, error) {
+	r := Reconciliation{From: from.UTC(), To: to.UTC(), Journals: len(b.Journals), Differences: []Difference{}}
+	total, err := b.Store.Totals(ctx, from, to)
+	if err != nil {
+		return r, err
+	}
+	r.Requests = total.Requests
+	known, err := b.unstored(ctx)
+	if err != nil {
+		return r, err
+	}
+	for _, compare := range []func(context.Context, *Reconciliation, map[clickhouse.ReportID]unstored) error{b.reports, b.usage, b.tokens, b.redis, b.rollups} {
+		if err := compare(ctx, &r, known); err != nil {
+			return r, err
+		}
+	}
+	slices.SortStableFunc(r.Differences, func(a, b Difference) int {
+		return cmp.Or(a.Hour.Compare(b.Hour), cmp.Compare(a.Gateway, b.Gateway), cmp.Compare(a.Boot, b.Boot))
+	})
+	r.Equal = len(r.Differences) == 0
+	return r, nil
+}
+
+// unstored is a report that exists outside of the history.
+type unstored struct {
+	cause  string
+	report *schemas.Report
+}
+
+// unstored finds the reports that wait in the stream, in journals and among the dead letters, and are not stored.
+func (b Books) unstored(ctx context.Context) (map[clickhouse.ReportID]unstored, error) {
+	all := map[clickhouse.ReportID]unstored{}
+	note := func(cause string, r *schemas.Report) {
+		all[clickhouse.ReportID{Gateway: r.Gateway, Boot: r.Boot, Seq: r.Seq}] = unstored{cause, r}
+	}
+	for i, journal := range b.Journals {
+		reports, err := journal(ctx)
+		if err != nil {
+			return nil, fmt.Errorf("read journal %d: %w", i+1, err)
+		}
+		for _, r := range reports {
+			note(CauseLate, r)
+		}
+	}
+	letters, err := jetstream.NewDeadLetters(b.NATS)
+	if err != nil {
+		return nil, err
+	}
+	dead, err := letters.List(ctx, schemas.ReasonRefused, maxWaiting)
+	if err != nil {
+		return nil, err
+	}
+	for _, l := range dead {
+		if l, err = letters.Get(ctx, l.ID); err != nil {
+			continue // somebody took it
+		}
+		if r, err := l.Report(); err == nil {
+			note(CauseRefused, r)
+		}
+	}
+	waiting, err := jetstream.Waiting(ctx, b.NATS, historyConsumer, maxWaiting, decodeReport)
+	if err != nil {
+		return nil, err
+	}
+	for _, w := range waiting {
+		note(CauseInFlight, w.Value)
+	}
+	ids := make([]clickhouse.ReportID, 0, len(all))
+	for id := range all {
+		ids = append(ids, id)
+	}
+	stored, err := b.Store.Stored(ctx, ids)
+	if err != nil {
+		return nil, err
+	}
+	for id := range stored {
+		delete(all, id)
+	}
+	return all, nil
+}
+
+// reports looks for holes in the numbers of reports, and for reports with usage of that time that are elsewhere.
+func (b Books) reports(ctx context.Context, r *Reconciliation, known map[clickhouse.ReportID]unstored) error {
+	missing, err := b.Store.Missing(ctx, r.From, r.To)
+	if err != nil {
+		return err
+	}
+	for _, m := range missing {
+		lost := m.Last - m.First + 1
+		for id := range known {
+			if id.Gateway == m.Gateway && id.Boot == m.Boot && m.First <= id.Seq && id.Seq <= m.Last {
+				lost--
+			}
+		}
+		if lost > 0 {
+			r.add(Difference{Between: "reports", Cause: CauseLost, Gateway: m.Gateway, Boot: m.Boot, Hour: m.Hour,
+				Want: int64(m.Last - m.First + 1), Have: int64(m.Last - m.First + 1 - lost), Detail: fmt.Sprintf("%d of %s", lost, m)})
+		}
+	}
+	for id, u := range known {
+		hours := map[time.Time]int64{}
+		for i := range u.report.Usage {
+			if at := u.report.Usage[i].Time; !at.Before(r.From) && at.Before(r.To) {
+				hours[at.UTC().Truncate(time.Hour)] += int64(u.report.Usage[i].Allowed + u.report.Usage[i].Rejected)
+			}
+		}
+		for hour, requests := range hours {
+			r.add(Difference{Between: "reports", Cause: u.cause, Gateway: id.Gateway, Boot: id.Boot, Hour: hour, Want: requests, Detail: fmt.Sprintf("report %d", id.Seq)})
+		}
+	}
+	return nil
+}
+
+// usage compares the rows of each report with what it says of itself.
+func (b Books) usage(ctx context.Context, r *Reconciliation, _ map[clickhouse.ReportID]unstored) error {
+	uneven, err := b.Store.UnevenReports(ctx, r.From, r.To)
+	if err != nil {
+		return err
+	}
+	for _, u := range uneven {
+		r.uneven("usage", u, CauseLost)
+	}
+	return nil
+}
+
+// tokens compares what was taken with the growth of cumulative counts.
+func (b Books) tokens(ctx context.Context, r *Reconciliation, known map[clickhouse.ReportID]unstored) error {
+	uneven, err := b.Store.UnevenTokens(ctx, r.From, r.To)
+	if err != nil {
+		return err
+	}
+	for _, u := range uneven {
+		cause := CauseLost
+		for id, k := range known {
+			if id.Gateway == u.Gateway && id.Boot == u.Boot {
+				cause = k.cause
+			}
+		}
+		r.uneven("tokens", u, cause)
+	}
+	return nil
+}
+
+// settling is how long after a report Redis and ClickHouse may be apart.
+const settling = 10 * time.Second
+
+// redis compares the cumulative counts that both hold. Redis forgets buckets that have long been full.
+func (b Books) redis(ctx context.Context, r *Reconciliation, known map[clickhouse.ReportID]unstored) error {
+	marks, err := b.Store.Marks(ctx, r.From, r.To, maxWaiting)
+	if err != nil {
+		return err
+	}
+	seen := map[aggregator.Key]bool{}
+	var keys []aggregator.Key
+	for _, m := range marks {
+		if k := (aggregator.Key{Rule: m.Rule, Key: m.Key}); !seen[k] {
+			seen[k] = true
+			keys = append(keys, k)
+		}
+	}
+	cums, err := b.Counter.Cums(ctx, keys)
+	if err != nil {
+		return err
+	}
+	moving := map[[2]string]bool{}
+	for id := range known {
+		moving[[2]string{id.Gateway, id.Boot}] = true
+	}
+	for _, m := range marks {
+		cum, ok := cums[redis.Incarnation{Key: aggregator.Key{Rule: m.Rule, Key: m.Key}, Gateway: m.Gateway, Boot: m.Boot, Incarnation: m.Incarnation}]
+		if !ok {
+			continue
+		}
+		r.Counts++
+		if cum == m.Cum {
+			continue
+		}
+		cause := CauseLost
+		if moving[[2]string{m.Gateway, m.Boot}] || time.Since(m.At) < settling {
+			cause = CauseInFlight
+		}
+		r.add(Difference{Between: "redis", Cause: cause, Gateway: m.Gateway, Boot: m.Boot, Rule: m.Rule, Key: m.Key, Hour: m.At.Truncate(time.Hour),
+			Want: int64(max(cum, m.Cum)), Have: int64(min(cum, m.Cum)), Detail: fmt.Sprintf("Redis has %d and ClickHouse %d", cum, m.Cum)})
+	}
+	return nil
+}
+
+// rollups compares them with the ledger.
+func (b Books) rollups(ctx context.Context, r *Reconciliation, known map[clickhouse.ReportID]unstored) error {
+	gaps, err := b.Store.Gaps(ctx, r.From, r.To)
+	if err != nil {
+		return err
+	}
+	for _, g := range gaps {
+		d := g.Allowed + g.Rejected
+		cause := CauseLost
+		if d < 0 {
+			cause = CauseDoubled
+		}
+		r.add(Difference{Between: g.Rollup, Cause: cause, Key: g.Tenant, Rule: g.Rule, Hour: g.Time.Truncate(time.Hour), Want: d,
+			Detail: fmt.Sprintf("%s, route %s: the ledger less the roll-up; weir history rebuild makes them equal", g.Time.Format(time.RFC3339), g.Route)})
+	}
+	return nil
+}
+
+func (r *Reconciliation) uneven(between string, u clickhouse.Uneven, lost string) {
+	cause := lost
+	if u.Have > u.Want {
+		cause = CauseDoubled
+	}
+	r.add(Difference{Between: between, Cause: cause, Gateway: u.Gateway, Boot: u.Boot, Rule: u.Rule, Key: u.Key, Hour: u.Hour, Want: u.Want, Have: u.Have})
+}
+
+func (r *Reconciliation) add(d Difference) { r.Differences = append(r.Differences, d) }

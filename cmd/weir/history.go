@@ -1,0 +1,228 @@
+package main
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/weirhq/weir/aggregator/clickhouse"
+	"github.com/weirhq/weir/aggregator/redis"
+	"github.com/weirhq/weir/cmd/internal/app"
+	"github.com/weirhq/weir/internal/run"
+)
+
+func historyCommand() *cobra.Command {
+	cmd := &cobra.Command{
+		Use:     "history",
+		Short:   "Prove that the history adds up, rebuild its roll-ups, and correct it",
+		Example: "  weir history verify --last 24h\n  weir history rebuild --from 2026-11-01T00:00:00Z --to 2026-12-01T00:00:00Z",
+		Args:    noArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			return usagef("history what? One of: verify, rebuild, correct, corrections")
+		},
+	}
+	cmd.AddCommand(historyVerifyCommand(), historyRebuildCommand(), historyCorrectCommand(), historyCorrectionsCommand())
+	return cmd
+}
+
+// errDifferent is what a comparison found.
+var errDifferent = errors.New("the accounts are different")
+
+func historyRebuildCommand() *cobra.Command {
+	var q question
+	cmd := &cobra.Command{
+		Use:   "rebuild",
+		Short: "Make the roll-ups what the ledger adds up to, and prove it",
+		Long: `Rebuild compares usage_1m, usage_1h and usage_1d with usage FINAL over whole days of UTC, puts right what differs, and compares
+again. Reports may come in meanwhile; an interrupted rebuild is repeated. It exits 1 when something still differs.`,
+		Example: "  weir history rebuild --from 2026-11-01T00:00:00Z --to 2026-12-01T00:00:00Z",
+		Args:    noArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			return q.ask(cmd, func(s *clickhouse.Store, from, to time.Time) error {
+				r, err := s.Rebuild(cmd.Context(), from, to, func(day time.Time, rows uint64) {
+					fmt.Fprintf(cmd.ErrOrStderr(), "%s: %d rows put right\n", day.Format(time.DateOnly), rows)
+				})
+				if err != nil {
+					return err
+				}
+				if err := q.out.write(cmd.OutOrStdout(), r, func(w io.Writer) { printRebuilt(w, r) }); err != nil {
+					return err
+				}
+				if !r.Equal || r.Half > 0 {
+					return errDifferent
+				}
+				return nil
+			})
+		},
+	}
+	q.bind(cmd, 24*time.Hour)
+	return cmd
+}
+
+func printRebuilt(w io.Writer, r clickhouse.Rebuilt) {
+	for _, g := range r.Gaps {
+		fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\tallowed %+d, rejected %+d, cost %+d\n", g.Rollup, g.Time.Format(time.RFC3339), g.Tenant, g.Route, dash(g.Rule), g.Allowed, g.Rejected, g.Cost)
+	}
+	if r.Half > 0 {
+		fmt.Fprintf(w, "%d reports are stored in part: their batch will come again; repeat this when the aggregator has caught up\n", r.Half)
+	}
+	verdict := "equal"
+	if !r.Equal || r.Half > 0 {
+		verdict = "different"
+	}
+	fmt.Fprintf(w, "%s: %s to %s, %d rows put right\n", verdict, r.From.Format(time.RFC3339), r.To.Format(time.RFC3339), r.Rows)
+}
+
+func historyVerifyCommand() *cobra.Command {
+	var q question
+	cmd := &cobra.Command{
+		Use:   "verify",
+		Short: "Compare the accounts of gateways, stream, Redis and ClickHouse, hour by hour",
+		Long: `Verify compares, for whole hours: the numbers of the reports, which have no holes; what each report says of itself with its rows
+in usage; what was taken of each bucket with the growth of its cumulative count, in ClickHouse and in Redis, as far as
+Redis still has it; and the roll-ups with the ledger. It says "equal", or each difference with its cause: in flight, late,
+refused, lost or doubled. It exits 0 when all is equal, 1 when something differs, 3 when a server is unreachable. Hours that
+are not over are left out unless --to names one.`,
+		Example: "  weir history verify --last 24h\n  weir history verify --from 2026-11-29T10:00:00Z --to 2026-11-29T11:00:00Z -o json",
+		Args:    noArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			return q.ask(cmd, func(s *clickhouse.Store, from, to time.Time) (err error) {
+				from = from.Truncate(time.Hour)
+				if q.period.to == "" && from.Before(to.Truncate(time.Hour)) {
+					to = to.Truncate(time.Hour)
+				}
+				log, err := logger(cmd, "error")
+				if err != nil {
+					return err
+				}
+				var stack run.Stack
+				defer func() { err = errors.Join(err, stack.Stop(time.Second)) }()
+				nc, err := app.Connect(cmd.Context(), q.servers.nats, "history", true, app.NewMetrics(), &stack, log)
+				if err != nil {
+					return err
+				}
+				counter, err := redis.New(redis.Config{URL: q.servers.redis, Timeout: 5 * time.Second})
+				if err != nil {
+					return err
+				}
+				stack.Defer("Redis client", counter.Close)
+				r, err := app.Reconcile(cmd.Context(), app.Books{NATS: nc, Counter: counter, Store: s}, from, to)
+				if err != nil {
+					return err
+				}
+				if err := q.out.write(cmd.OutOrStdout(), r, func(w io.Writer) { printReconciliation(w, r) }); err != nil {
+					return err
+				}
+				if !r.Equal {
+					return errDifferent
+				}
+				return nil
+			})
+		},
+	}
+	q.bind(cmd, 24*time.Hour)
+	return cmd
+}
+
+func printReconciliation(w io.Writer, r app.Reconciliation) {
+	if len(r.Differences) > 0 {
+		fmt.Fprintln(w, "HOUR\tBETWEEN\tCAUSE\tGATEWAY\tBOOT\tRULE\tKEY\tWANT\tHAVE\tDETAIL")
+	}
+	for _, d := range r.Differences {
+		fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\t%s\t%s\t%d\t%d\t%s\n", d.Hour.Format(time.RFC3339), d.Between, d.Cause, dash(d.Gateway), dash(d.Boot), dash(d.Rule), dash(d.Key), d.Want, d.Have, d.Detail)
+	}
+	verdict := "equal"
+	if !r.Equal {
+		verdict = fmt.Sprintf("%d differences", len(r.Differences))
+	}
+	fmt.Fprintf(w, "%s: %s to %s, %d requests, %d counts in Redis compared, %d journals\n", verdict, r.From.Format(time.RFC3339), r.To.Format(time.RFC3339), r.Requests, r.Counts, r.Journals)
+}
+
+func historyCorrectCommand() *cobra.Command {
+	var s servers
+	var out output
+	var c clickhouse.Correction
+	var hour string
+	cmd := &cobra.Command{
+		Use:   "correct",
+		Short: "Add a signed correction to one hour of one tenant, with its author and reason",
+		Long: `Correct adds a row to the table corrections. Usage itself is never changed: every answer of weir usage, and the view
+corrected_1h, is the sum of both. The same --ref again is the same correction. No count can go below zero.`,
+		Example: `  weir history correct --gateway gw-1 --tenant acme --route export --hour 2026-11-29T10:00:00Z --allowed -41 --reason "load test" --by kim --ref TICKET-7`,
+		Args:    noArgs,
+		RunE: func(cmd *cobra.Command, _ []string) (err error) {
+			if err := out.validate(); err != nil {
+				return err
+			}
+			if err := required("--gateway", c.Gateway, "--tenant", c.Tenant, "--route", c.Route, "--hour", hour, "--reason", c.Reason, "--by", c.Author); err != nil {
+				return err
+			}
+			if c.Hour, err = time.Parse(time.RFC3339, hour); err != nil {
+				return usagef("--hour %q, want a time such as 2026-11-29T10:00:00Z", hour)
+			}
+			log, err := logger(cmd, "warn")
+			if err != nil {
+				return err
+			}
+			if err := s.resolve(); err != nil {
+				return err
+			}
+			store, err := clickhouse.Open(s.clickhouse, log)
+			if err != nil {
+				return err
+			}
+			defer func() { err = errors.Join(err, store.Close()) }()
+			made, err := store.Correct(cmd.Context(), c)
+			if err != nil {
+				return err
+			}
+			return out.write(cmd.OutOrStdout(), made, func(w io.Writer) { printCorrections(w, []clickhouse.Correction{made}) })
+		},
+	}
+	f := cmd.Flags()
+	f.StringVar(&c.Gateway, "gateway", "", "the gateway that counted")
+	f.StringVar(&c.Tenant, "tenant", "", "the tenant")
+	f.StringVar(&c.Route, "route", "", "the route")
+	f.StringVar(&c.Rule, "rule", "", "the rule that refused, for --rejected")
+	f.StringVar(&hour, "hour", "", "the hour, RFC 3339")
+	f.Int64Var(&c.Allowed, "allowed", 0, "requests allowed, more or (with -) fewer")
+	f.Int64Var(&c.Rejected, "rejected", 0, "requests rejected, likewise")
+	f.Int64Var(&c.Cost, "cost", 0, "tokens asked for, likewise")
+	f.StringVar(&c.Reason, "reason", "", "why")
+	f.StringVar(&c.Author, "by", "", "who says so")
+	f.StringVar(&c.Ref, "ref", "", "names the correction: a ticket, for example (default made up)")
+	s.bind(cmd)
+	out.bind(cmd)
+	return cmd
+}
+
+func historyCorrectionsCommand() *cobra.Command {
+	var q question
+	cmd := &cobra.Command{
+		Use:     "corrections",
+		Short:   "List the corrections of a time",
+		Example: "  weir history corrections --last 720h",
+		Args:    noArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			return q.ask(cmd, func(s *clickhouse.Store, from, to time.Time) error {
+				all, err := s.Corrections(cmd.Context(), from, to, "")
+				if err != nil {
+					return err
+				}
+				return q.out.write(cmd.OutOrStdout(), all, func(w io.Writer) { printCorrections(w, all) })
+			})
+		},
+	}
+	q.bind(cmd, 31*24*time.Hour)
+	return cmd
+}
+
+func printCorrections(w io.Writer, all []clickhouse.Correction) {
+	fmt.Fprintln(w, "HOUR\tREF\tGATEWAY\tTENANT\tROUTE\tRULE\tALLOWED\tREJECTED\tCOST\tBY\tREASON")
+	for _, c := range all {
+		fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\t%s\t%+d\t%+d\t%+d\t%s\t%s\n", c.Hour.Format(time.RFC3339), c.Ref, c.Gateway, c.Tenant, c.Route, dash(c.Rule), c.Allowed, c.Rejected, c.Cost, c.Author, c.Reason)
+	}
+}
