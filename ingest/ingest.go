@@ -100,7 +100,7 @@ type Metrics struct {
 	Failures   prometheus.Counter     // attempts to store a report that failed
 	Reports    prometheus.Gauge       // sealed and not yet stored
 	Merged     prometheus.Gauge       // entries that wait in memory for room to be sealed
-	Again      prometheus.Counter     // reports that are sent again, for the stream has lost them
+	Again      prometheus.Counter     // reports that are sent again, for the stream may have lost them
 	Confirms   *prometheus.CounterVec // result: ok, failed
 	Rejections *prometheus.CounterVec // result: kept, dropped
 	Seconds    prometheus.Histogram   // from seal to stored
@@ -395,27 +395,32 @@ func (r *Reporter) send(ctx context.Context) {
 			r.m.Degraded.Dec()
 		}
 	}()
-	confirm := time.NewTicker(confirmEvery)
-	defer confirm.Stop()
-	if reports, _ := r.spool.Len(); reports > 0 {
-		r.confirm(ctx) // what is stored already need not be sent
+	answers, asking := make(chan answer), make(chan struct{})
+	go func() {
+		defer close(asking)
+		r.ask(ctx, answers)
+	}()
+	defer func() { <-asking }()
+	if reports, _ := r.spool.Len(); reports > 0 { // of earlier lives: what is stored already need not be sent
+		select {
+		case a := <-answers:
+			r.confirm(a)
+		case <-time.After(r.cfg.PublishTimeout):
+		case <-ctx.Done():
+		}
 	}
 	for ctx.Err() == nil {
 		select {
-		case <-confirm.C:
-			if r.spool.Unconfirmed() > 0 {
-				r.confirm(ctx)
-			}
+		case a := <-answers:
+			r.confirm(a)
 		default:
 		}
 		report, again := r.spool.Next()
 		if report == nil {
 			select {
 			case <-r.spool.Filled():
-			case <-confirm.C:
-				if r.spool.Unconfirmed() > 0 {
-					r.confirm(ctx)
-				}
+			case a := <-answers:
+				r.confirm(a)
 			case <-ctx.Done():
 			}
 			continue
@@ -477,19 +482,45 @@ func (r *Reporter) wake() {
 	}
 }
 
-// confirm lets the spool forget what the history has.
-func (r *Reporter) confirm(ctx context.Context) {
-	attempt, cancel := context.WithTimeout(ctx, r.cfg.PublishTimeout)
-	defer cancel()
-	floor, stored, err := r.stream.Stored(attempt)
-	if err != nil {
-		r.m.Confirms.WithLabelValues("failed").Inc()
-		r.log.Debug("the history does not say what it has", "gateway", r.gateway, "err", err)
-		return
+// answer is what the history has.
+type answer struct {
+	floor  schemas.Floor
+	stored *schemas.Stored
+}
+
+// ask asks the history what it has while somebody waits for it, beside send: an answer that does not come must not hold
+// up reports.
+func (r *Reporter) ask(ctx context.Context, answers chan<- answer) {
+	tick := time.NewTicker(confirmEvery)
+	defer tick.Stop()
+	for waiting, _ := r.spool.Len(); ; waiting = r.spool.Unconfirmed() {
+		if waiting > 0 {
+			attempt, cancel := context.WithTimeout(ctx, r.cfg.PublishTimeout)
+			floor, stored, err := r.stream.Stored(attempt)
+			cancel()
+			if err != nil {
+				r.m.Confirms.WithLabelValues("failed").Inc()
+				r.log.Debug("the history does not say what it has", "gateway", r.gateway, "err", err)
+			} else {
+				r.m.Confirms.WithLabelValues("ok").Inc()
+				select {
+				case answers <- answer{floor, stored}:
+				case <-ctx.Done():
+				}
+			}
+		}
+		select {
+		case <-tick.C:
+		case <-ctx.Done():
+			return
+		}
 	}
-	r.m.Confirms.WithLabelValues("ok").Inc()
+}
+
+// confirm lets the spool forget what the history has.
+func (r *Reporter) confirm(a answer) {
 	before, _ := r.spool.Len()
-	if again := r.spool.Stored(floor, stored); again > 0 {
+	if again := r.spool.Stored(a.floor, a.stored); again > 0 {
 		r.m.Again.Add(float64(again))
 		r.log.Warn("reports that were in the stream are not in the history, sending them again", "gateway", r.gateway, "reports", again)
 	}

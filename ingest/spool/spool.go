@@ -143,43 +143,43 @@ type entry struct {
 // Open opens the spool in dir for a new life of the gateway, named boot, and makes dir if there is none. What earlier
 // lives have left is there to be sent: their reports, and their counts, sealed as further reports of theirs. After a
 // power cut, counts are reports of this boot, for what the dead one sent last may not be on disk. m may be nil.
-func Open(cfg Config, dir, gateway, boot string, log *slog.Logger, m *Metrics) (s *Spool, err error) {
+func Open(cfg Config, dir, gateway, boot string, log *slog.Logger, m *Metrics) (*Spool, error) {
 	if err := schemas.ValidName(boot); err != nil {
 		return nil, fmt.Errorf("open spool %s: boot: %w", dir, err)
 	}
 	if m == nil {
 		m = NewMetrics(prometheus.NewRegistry())
 	}
-	s = &Spool{cfg: cfg.withDefaults(), dir: dir, gateway: gateway, boot: boot, log: log.With("spool", dir), m: m, filled: make(chan struct{}, 1), trouble: map[string]bool{}}
-	defer func() {
-		if err != nil {
-			err = fmt.Errorf("open spool %s: %w", dir, errors.Join(err, s.Close()))
-			s = nil
-		}
-	}()
-	if err := os.MkdirAll(dir, 0o700); err != nil {
-		return nil, err
+	s := &Spool{cfg: cfg.withDefaults(), dir: dir, gateway: gateway, boot: boot, log: log.With("spool", dir), m: m, filled: make(chan struct{}, 1), trouble: map[string]bool{}}
+	if err := s.open(); err != nil {
+		return nil, fmt.Errorf("open spool %s: %w", dir, errors.Join(err, s.Close()))
 	}
-	if s.lock, err = lockDir(dir); err != nil {
-		return nil, err
-	}
-	known, err := s.readSegments()
-	if err != nil {
-		return nil, err
-	}
-	if err := s.recover(known); err != nil {
-		return nil, err
-	}
-	var seed [4]byte
-	_, _ = rand.Read(seed[:])
-	s.live = &live{dir: dir, boot: boot, kernel: kernelLife(), seed: binary.LittleEndian.Uint32(seed[:]), most: s.cfg.MaxLive,
-		taken: map[uint32][][]byte{}, volatile: map[uint32]uint32{}}
-	s.note("counts do not survive a kill", s.live.reserve())
-	s.live.setLastSeq(s.seq)
 	if n := len(s.unsent); n > 0 {
 		s.log.Info("reports of earlier lives are in the spool", "reports", n, "requests", s.requests, "bytes", s.bytes)
 	}
 	return s, nil
+}
+
+func (s *Spool) open() (err error) {
+	if err := os.MkdirAll(s.dir, 0o700); err != nil {
+		return err
+	}
+	if s.lock, err = lockDir(s.dir); err != nil {
+		return err
+	}
+	known, err := s.readSegments()
+	if err != nil {
+		return err
+	}
+	if err := s.recover(known); err != nil {
+		return err
+	}
+	var seed [4]byte
+	_, _ = rand.Read(seed[:])
+	s.live = &live{dir: s.dir, boot: s.boot, kernel: kernelLife(), seed: binary.LittleEndian.Uint32(seed[:]), most: s.cfg.MaxLive,
+		lastSeq: s.seq, taken: map[uint32][][]byte{}, volatile: map[uint32]uint32{}}
+	s.note("counts do not survive a kill", s.live.reserve())
+	return nil
 }
 
 func lockDir(dir string) (*os.File, error) {

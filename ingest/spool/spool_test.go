@@ -1,0 +1,572 @@
+package spool
+
+import (
+	"bytes"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"hash/crc32"
+	"log/slog"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/testutil"
+
+	"github.com/weirhq/weir/ingest"
+	"github.com/weirhq/weir/schemas"
+)
+
+func report(boot string, seq, n uint64) *schemas.Report {
+	return &schemas.Report{Gateway: "gw", Boot: boot, Seq: seq, SealedAt: time.Unix(1.8e9, 0).UTC(),
+		Usage: []schemas.Usage{{Time: time.Unix(1.8e9, 0).UTC(), Tenant: fmt.Sprint("t", seq), Route: "r", Allowed: n, Cost: n}}}
+}
+
+func open(t testing.TB, cfg Config, dir, boot string, m *Metrics) *Spool {
+	t.Helper()
+	s, err := Open(cfg, dir, "gw", boot, quiet, m)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = s.Close() }) // a second time where the test has closed it
+	return s
+}
+
+func add(t testing.TB, s *Spool, generation uint32, all ...*schemas.Report) {
+	t.Helper()
+	for _, r := range all {
+		if err := s.Append(r); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := s.Commit(generation); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// ids sends everything and returns boot-seq of each.
+func ids(s *Spool) (all []string) {
+	for r, _ := s.Next(); r != nil; r, _ = s.Next() {
+		all = append(all, fmt.Sprintf("%s-%d", r.Boot, r.Seq))
+		s.Sent(1)
+	}
+	return all
+}
+
+func count(s *Spool, gen uint32, tenant string, n int) {
+	c := s.Cell(0, gen, time.Unix(1.8e9, 0).UnixNano(), tenant, "r", "", "")
+	for range n {
+		c.Add(2)
+	}
+}
+
+// groups makes a segment of groups of 1 to 4 reports, and says how many reports each prefix keeps.
+func groups(t *testing.T, seed uint32) (b []byte, kept func(size int) int, ends []int) {
+	t.Helper()
+	rng := rand.New(rand.NewPCG(7, 7))
+	var counts []int // reports kept when the file ends behind the first commit of a group
+	n, seq := 0, uint64(0)
+	for range 6 {
+		for range rng.IntN(4) + 1 {
+			seq++
+			n++
+			var err error
+			if b, err = appendReport(b, seed, report("boot", seq, rng.Uint64N(1000))); err != nil {
+				t.Fatal(err)
+			}
+		}
+		ends = append(ends, len(b)+headBytes+6+len("boot"))
+		counts = append(counts, n)
+		b = appendCommit(b, seed, "boot", uint32(len(counts)))
+	}
+	return b, func(size int) int {
+		k := 0
+		for i, end := range ends {
+			if size >= end {
+				k = counts[i]
+			}
+		}
+		return k
+	}, ends
+}
+
+// A file that ends anywhere keeps every group whose commit is in it, and nothing of the group that was being written.
+func TestCutOffAtEveryByte(t *testing.T) {
+	b, kept, _ := groups(t, 99)
+	for size := range len(b) + 1 {
+		c := scan(b[:size], 99)
+		if len(c.reports) != kept(size) || c.damaged != 0 {
+			t.Fatalf("of %d bytes: %d reports and %d damaged, want %d and 0", size, len(c.reports), c.damaged, kept(size))
+		}
+	}
+}
+
+// A flipped bit costs at most the report that it lies in, and it is counted; a commit has a second one.
+func TestEveryFlippedBit(t *testing.T) {
+	whole, kept, _ := groups(t, 99)
+	all := kept(len(whole))
+	for bit := range len(whole) * 8 {
+		b := bytes.Clone(whole)
+		b[bit/8] ^= 1 << (bit % 8)
+		c := scan(b, 99)
+		for _, r := range c.reports {
+			got, err := readReport(bytes.NewReader(b), 99, r.at, r.size)
+			if err != nil || got.Seq != r.seq || got.Requests() != r.requests {
+				t.Fatalf("bit %d: report %d is %+v, %v", bit, r.seq, got, err)
+			}
+		}
+		if len(c.reports) < all-1 {
+			t.Fatalf("bit %d: %d reports are left of %d", bit, len(c.reports), all)
+		}
+		if len(c.reports) < all && c.damaged == 0 {
+			t.Fatalf("bit %d: a report is lost and nothing is counted as damaged", bit)
+		}
+	}
+}
+
+// What a caller chose is never taken for a record: a whole record of this very format, as a tenant, behind damage.
+func TestTextIsNoRecord(t *testing.T) {
+	forged, err := appendReport(nil, 0, &schemas.Report{Boot: "b", Seq: 9, Usage: []schemas.Usage{{Tenant: "x", Allowed: 1e9}}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	const seed = 4242
+	r := report("boot", 1, 1)
+	b := appendRecord(nil, seed, func(b []byte) []byte { return append(append(b, kindReport), forged...) })
+	b[4]++ // the head is damaged, so that the next record is looked for
+	if b, err = appendReport(b, seed, r); err != nil {
+		t.Fatal(err)
+	}
+	b = appendCommit(b, seed, "boot", 1)
+	if c := scan(b, seed); len(c.reports) != 1 || c.reports[0].seq != 1 || c.damaged == 0 {
+		t.Errorf("%+v, want the one report that we wrote", c)
+	}
+}
+
+// Random damage anywhere in real files never keeps the spool from opening, and never makes a request up.
+func TestDamagedFilesOpen(t *testing.T) {
+	rng := rand.New(rand.NewPCG(1, 2))
+	for i := range 60 {
+		dir := t.TempDir()
+		s := open(t, Config{SegmentBytes: 1 << 10}, dir, "one", nil)
+		for seq := uint64(1); seq <= 20; seq++ {
+			count(s, uint32(seq), "live", 3)
+			add(t, s, uint32(seq), report("one", seq, 10))
+		}
+		count(s, 21, "live", 5)
+		if err := s.Close(); err != nil {
+			t.Fatal(err)
+		}
+		names, err := filepath.Glob(filepath.Join(dir, "*[g1e]"))
+		if err != nil || len(names) < 3 {
+			t.Fatal(names, err)
+		}
+		name := names[rng.IntN(len(names))]
+		b, err := os.ReadFile(name)
+		if err != nil {
+			t.Fatal(err)
+		}
+		switch rng.IntN(3) {
+		case 0:
+			b = b[:rng.IntN(len(b)+1)]
+		case 1:
+			for range 1 + rng.IntN(10) {
+				b[rng.IntN(len(b))] ^= byte(1 << rng.IntN(8))
+			}
+		case 2:
+			clear(b[rng.IntN(len(b)):])
+		}
+		if strings.Contains(name, "live-") && len(b) > chunkBytes { // the numbers themselves have no checksum
+			continue
+		}
+		if err := os.WriteFile(name, b, 0o600); err != nil {
+			t.Fatal(err)
+		}
+		m := NewMetrics(prometheus.NewRegistry())
+		s = open(t, Config{}, dir, "two", m)
+		if _, n := s.Len(); n > 205 {
+			t.Fatalf("%d: damage in %s makes %d requests of 205", i, filepath.Base(name), n)
+		}
+		if err := s.Close(); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+func TestTwoProcessesDoNotShareAFolder(t *testing.T) {
+	dir := t.TempDir()
+	s := open(t, Config{}, dir, "one", nil)
+	_, err := Open(Config{}, dir, "gw", "two", quiet, nil)
+	if !errors.Is(err, ErrInUse) || !strings.Contains(err.Error(), fmt.Sprint("process ", os.Getpid())) || strings.Contains(err.Error(), "\n") {
+		t.Errorf("Open = %v, want ErrInUse, in one line, with the process", err)
+	}
+	if err := s.Close(); err != nil {
+		t.Fatal(err)
+	}
+	open(t, Config{}, dir, "two", nil)
+}
+
+// Whatever lies between seal and trim when the process ends, the next one has exactly what is not sealed and not stored.
+func TestEveryCrashPointOfASeal(t *testing.T) {
+	for _, point := range []string{"counted", "appended", "written", "synced", "forgotten", "stored"} {
+		t.Run(point, func(t *testing.T) {
+			dir := t.TempDir()
+			s := open(t, Config{}, dir, "one", nil)
+			count(s, 1, "t1", 5)
+			count(s, 2, "t2", 7) // of the next generation, while the first is sealed
+			r := report("one", 1, 5)
+			want := []string{"one-1"}
+			switch point {
+			case "appended":
+				if err := s.Append(r); err != nil {
+					t.Fatal(err)
+				}
+			case "written": // and no commit
+				if err := errors.Join(s.Append(r), s.write()); err != nil {
+					t.Fatal(err)
+				}
+			case "synced": // and no generation forgotten
+				if err := errors.Join(s.Append(r), s.commit("one", 1)); err != nil {
+					t.Fatal(err)
+				}
+				want = []string{"one-1", "one-2"}
+			case "forgotten":
+				add(t, s, 1, r)
+				want = []string{"one-1", "one-2"}
+			case "stored":
+				add(t, s, 1, r)
+				s.Next()
+				s.Sent(1)
+				s.Stored(schemas.Floor{Stream: "s", Seq: 1}, &schemas.Stored{Boots: map[string]schemas.Ranges{"one": {{1, 1}}}})
+				if n := s.Unconfirmed(); n != 0 {
+					t.Errorf("%d reports wait for the history, want 0", n)
+				}
+				want = []string{"one-2"}
+			}
+			_ = s.lock.Close() // as the end of the process does
+			for _, boot := range []string{"two", "three"} {
+				next := open(t, Config{}, dir, boot, nil)
+				_, requests := next.Len()
+				var got []string
+				sum := map[string]uint64{}
+				for _, e := range next.unsent {
+					rep, err := readReport(e.seg.f, e.seg.seed, e.at, e.size)
+					if err != nil {
+						t.Fatal(err)
+					}
+					got = append(got, fmt.Sprintf("%s-%d", rep.Boot, rep.Seq))
+					for _, u := range rep.Usage {
+						sum[u.Tenant] += u.Allowed
+						if !u.Time.Equal(time.Unix(1.8e9, 0)) {
+							t.Errorf("usage is of %s", u.Time)
+						}
+					}
+				}
+				wantRequests, one := uint64(12), uint64(5)
+				if point == "stored" {
+					wantRequests, one = 7, 0
+				}
+				if point == "stored" && requests == 12 { // the file is deleted with the next segment; sending it again is harmless
+					got, sum["t1"], requests = got[1:], 0, 7
+				}
+				if requests != wantRequests || sum["t1"] != one || sum["t2"] != 7 || fmt.Sprint(got) != fmt.Sprint(want) {
+					t.Errorf("life %s has %v with %v, want %v", boot, got, sum, want)
+				}
+				if err := next.Close(); err != nil {
+					t.Fatal(err)
+				}
+			}
+		})
+	}
+}
+
+// After a power cut, nobody knows which reports of the dead boot were sent: its counts must not get a name that one of
+// these had.
+func TestCountsOfAnotherLifeOfTheMachineAreOurs(t *testing.T) {
+	dir := t.TempDir()
+	s := open(t, Config{}, dir, "one", nil)
+	add(t, s, 0, report("one", 1, 0)) // sent, and lost from this disk
+	count(s, 1, "t", 5)
+	if err := s.Close(); err != nil {
+		t.Fatal(err)
+	}
+	name := liveName(dir, "one")
+	b, err := os.ReadFile(name)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for at := 0; at <= 2048; at += 2048 {
+		copy(b[at+16:], "another life")
+		binary.LittleEndian.PutUint32(b[at+124:], crc32.Checksum(b[at:at+124], castagnoli))
+	}
+	b[0]++ // the second copy of the header is enough
+	if err := os.WriteFile(name, b, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	s = open(t, Config{}, dir, "two", nil)
+	if got := fmt.Sprint(ids(s)); got != "[one-1 two-1]" || s.Seq() != 1 {
+		t.Errorf("reports %s, the last one of ours is %d, want [one-1 two-1] and 1", got, s.Seq())
+	}
+}
+
+// A report is on disk before it can be sent, and its generation is forgotten after that.
+func TestOrderOfAStore(t *testing.T) {
+	s := open(t, Config{}, t.TempDir(), "one", nil)
+	count(s, 1, "t", 5)
+	if err := s.Append(report("one", 1, 5)); err != nil {
+		t.Fatal(err)
+	}
+	if r, _ := s.Next(); r != nil {
+		t.Error("a report can be sent before its group is kept")
+	}
+	name := s.active.f.Name()
+	if err := s.active.f.Close(); err != nil { // every write fails from here
+		t.Fatal(err)
+	}
+	if err := s.Commit(1); err == nil {
+		t.Fatal("Commit = nil on a closed file")
+	}
+	if r, _ := s.Next(); r != nil {
+		t.Error("a report can be sent though its group is not kept")
+	}
+	if len(s.live.taken[1]) != 1 {
+		t.Error("the counts of a group that is not kept are forgotten")
+	}
+	add(t, s, 1, report("one", 1, 5)) // into another file
+	if s.active == nil || s.active.f.Name() == name {
+		t.Error("a file that could not be mended is written to again")
+	}
+	if got := fmt.Sprint(ids(s)); got != "[one-1]" || len(s.live.taken[1]) != 0 {
+		t.Errorf("sent %s with %d chunks of counts left", got, len(s.live.taken[1]))
+	}
+}
+
+// The history has passed a report and does not have it: it is sent again, soon and then ever less often. One that the
+// history has not come to yet is not.
+func TestWhatTheHistoryLacksIsSentAgain(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s, err := Open(Config{}, t.TempDir(), "gw", "one", quiet, nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer func() { _ = s.Close() }()
+		for seq := uint64(1); seq <= 3; seq++ {
+			add(t, s, uint32(seq), report("one", seq, 5))
+			s.Next()
+			if first := s.Sent(10 * seq); !first {
+				t.Error("Sent says that it was sent before")
+			}
+		}
+		has := &schemas.Stored{Boots: map[string]schemas.Ranges{"one": {{1, 1}, {3, 3}}}}
+		if n := s.Stored(schemas.Floor{Stream: "s", Seq: 9}, &schemas.Stored{}); n != 0 || s.Unconfirmed() != 3 {
+			t.Errorf("%d again and %d wait before the history has come to them", n, s.Unconfirmed())
+		}
+		if n := s.Stored(schemas.Floor{Stream: "s", Seq: 30}, has); n != 1 {
+			t.Fatalf("%d are sent again, want report 2", n)
+		}
+		r, again := s.Next()
+		if r == nil || r.Seq != 2 || !again {
+			t.Fatalf("Next = %+v, %v, want report 2 again", r, again)
+		}
+		if first := s.Sent(40); first {
+			t.Error("Sent says that it is the first time")
+		}
+		if n := s.Stored(schemas.Floor{Stream: "s", Seq: 50}, has); n != 0 {
+			t.Error("it is sent a third time at once")
+		}
+		time.Sleep(2 * time.Minute)
+		if n := s.Stored(schemas.Floor{Stream: "s", Seq: 50}, has); n != 1 {
+			t.Error("it is not sent a third time after a while")
+		}
+		s.Next()
+		s.Sent(60)
+		time.Sleep(time.Hour)
+		if n := s.Stored(schemas.Floor{Stream: "another", Seq: 1}, has); n != 1 {
+			t.Error("it is not sent again into another stream")
+		}
+		has.Boots["one"] = schemas.Ranges{{1, 3}}
+		s.Stored(schemas.Floor{Stream: "another", Seq: 2}, has)
+		if n, requests := s.Len(); n != 0 || requests != 0 || s.Unconfirmed() != 0 {
+			t.Errorf("%d reports of %d requests are left", n, requests)
+		}
+	})
+}
+
+// A report of buckets is done when the stream has it; one that the server will not take does not hold up the others.
+func TestBucketsDoNotWaitAndTheTooLargeGoesLast(t *testing.T) {
+	s := open(t, Config{}, t.TempDir(), "one", nil)
+	add(t, s, 0, &schemas.Report{Boot: "one", Seq: 1, Tokens: []schemas.Tokens{{Rule: "r", Key: "k", Cum: 1}}})
+	s.Next()
+	s.Sent(1)
+	if n := s.Unconfirmed(); n != 0 {
+		t.Errorf("%d wait for the history, want 0", n)
+	}
+	add(t, s, 1, report("one", 2, 1), report("one", 3, 1))
+	s.Next()
+	s.Skip()
+	if r, again := s.Next(); r.Seq != 3 || again {
+		t.Errorf("Next = %d, %v, want 3", r.Seq, again)
+	}
+	s.Sent(2)
+	if r, again := s.Next(); r.Seq != 2 || !again {
+		t.Errorf("Next = %d, %v, want 2, again", r.Seq, again)
+	}
+}
+
+// A spool that is full says so once, lets go of what the stream has, and takes reports again when there is room.
+func TestFullSpool(t *testing.T) {
+	var out bytes.Buffer
+	m := NewMetrics(prometheus.NewRegistry())
+	dir := t.TempDir()
+	s, err := Open(Config{MaxBytes: 1 << 20}, dir, "gw", "one", slog.New(slog.NewTextHandler(&out, nil)), m)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = s.Close() })
+	seq := uint64(0)
+	fill := func() {
+		for !s.Full() {
+			seq++
+			r := report("one", seq, 1)
+			for i := range 200 {
+				r.Usage = append(r.Usage, schemas.Usage{Time: r.SealedAt, Tenant: fmt.Sprint("tenant-", i), Route: "route", Allowed: 1})
+			}
+			add(t, s, uint32(seq), r)
+		}
+	}
+	fill()
+	for range 5 {
+		s.Full()
+	}
+	size := int64(0)
+	names, err := filepath.Glob(filepath.Join(dir, "*.seg"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, n := range names {
+		info, err := os.Stat(n)
+		if err != nil {
+			t.Fatal(err)
+		}
+		size += info.Size()
+	}
+	if size != s.Bytes() || size > 1<<20+64<<10 || testutil.ToFloat64(m.Bytes) != float64(size) {
+		t.Errorf("%d bytes on disk, %d known, %v shown", size, s.Bytes(), testutil.ToFloat64(m.Bytes))
+	}
+	if n := strings.Count(out.String(), "level=ERROR"); n != 1 || testutil.ToFloat64(m.Degraded) != 1 {
+		t.Errorf("told %d times with degraded %v, want once and 1:\n%s", n, testutil.ToFloat64(m.Degraded), out.String())
+	}
+	all := len(s.unsent)
+	for range all / 2 {
+		s.Next()
+		s.Sent(1)
+	}
+	if s.Full() || testutil.ToFloat64(m.Degraded) != 0 || testutil.ToFloat64(m.Forgotten) == 0 {
+		t.Errorf("full %v, degraded %v, forgotten %v after half of it is in the stream", s.Full(), testutil.ToFloat64(m.Degraded), testutil.ToFloat64(m.Forgotten))
+	}
+	fill()
+	ids(s)
+	if s.Full() {
+		t.Error("full though all is in the stream")
+	}
+}
+
+// On a disk that is full, counts stay where they are and merge, nothing that was promised is lost, and writing goes on
+// when there is room.
+func TestFullDisk(t *testing.T) {
+	dir := t.TempDir()
+	if err := syscall.Mount("tmpfs", dir, "tmpfs", 0, "size=8m"); err != nil {
+		t.Logf("no disk of our own to fill: %v", err) // only root has
+		return
+	}
+	t.Cleanup(func() { _ = syscall.Unmount(dir, syscall.MNT_DETACH) })
+	m := NewMetrics(prometheus.NewRegistry())
+	s := open(t, Config{SegmentBytes: 64 << 10}, filepath.Join(dir, "spool"), "one", m)
+	ballast := filepath.Join(dir, "ballast")
+	if err := os.WriteFile(ballast, make([]byte, 16<<20), 0o600); !errors.Is(err, syscall.ENOSPC) {
+		t.Fatalf("the disk is not full: %v", err)
+	}
+	before := s.Bytes()
+	count(s, 1, "t1", 5)
+	big := report("one", 1, 5)
+	for i := range 3000 {
+		big.Usage = append(big.Usage, schemas.Usage{Time: big.SealedAt, Tenant: fmt.Sprint("tenant-", i), Route: "route"})
+	}
+	err := s.Append(big)
+	if err == nil {
+		err = s.Commit(1)
+	}
+	if !errors.Is(err, syscall.ENOSPC) {
+		t.Fatalf("sealing on a full disk = %v, want ENOSPC", err)
+	}
+	if d, e := testutil.ToFloat64(m.Degraded), testutil.ToFloat64(m.Errors.WithLabelValues("no_space")); d != 1 || e == 0 {
+		t.Errorf("degraded %v and %v errors, want 1 and some", d, e)
+	}
+	if n, _ := s.Len(); n != 0 || s.Bytes() != before {
+		t.Errorf("%d reports are kept of a group that was not taken", n)
+	}
+	for i := range 100_000 { // keys for which there is no room: no signal, no error, only no promise
+		count(s, 2, fmt.Sprint("more-", i), 1)
+	}
+	if s.live.outside() == 0 {
+		t.Error("100000 keys fit on a full disk")
+	}
+	if err := os.Remove(ballast); err != nil {
+		t.Fatal(err)
+	}
+	add(t, s, 2, report("one", 1, 100_005))
+	if d, n := testutil.ToFloat64(m.Degraded), s.live.outside(); d != 0 || n != 0 {
+		t.Errorf("degraded %v with %d keys outside when there is room again, want 0", d, n)
+	}
+	if got := fmt.Sprint(ids(s)); got != "[one-1]" {
+		t.Errorf("sent %s", got)
+	}
+}
+
+// A folder that cannot be written is an error of Open with its reason; the gateway goes on in memory.
+func TestFolderThatCannotBeWritten(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "file")
+	if err := os.WriteFile(file, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if s, err := Open(Config{}, filepath.Join(file, "spool"), "gw", "one", quiet, nil); err == nil || errors.Is(err, ErrInUse) || s != nil {
+		t.Errorf("Open = %v, want an error", err)
+	}
+}
+
+// Memory for counts is given back, and used again, when they are sealed.
+func TestChunksAreUsedAgain(t *testing.T) {
+	s := open(t, Config{}, t.TempDir(), "one", nil)
+	for gen := uint32(1); gen < 200; gen++ {
+		for lane := range maxLane {
+			s.Cell(lane, gen, 1, "tenant", "route", "", "").Add(1)
+		}
+		add(t, s, gen, report("one", uint64(gen), maxLane))
+	}
+	if s.live.size > 4<<20 {
+		t.Errorf("the file has %d bytes after many seals of 64 counts", s.live.size)
+	}
+	var found ingest.Found
+	if err := s.Close(); err != nil {
+		t.Fatal(err)
+	}
+	d, err := openDead(liveName(s.dir, "one"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if damaged, err := d.each(0, func(_ uint32, c *ingest.Cell, x [4]string) { found.Add(c, x[0], x[1], x[2], x[3]) }); err != nil || damaged != 0 {
+		t.Errorf("%d damaged, %v", damaged, err)
+	}
+	if n := len(found.Reports("gw", "b", 0)); n != 0 {
+		t.Errorf("%d reports are found where all is sealed", n)
+	}
+	if err := d.f.Close(); err != nil {
+		t.Error(err)
+	}
+}
