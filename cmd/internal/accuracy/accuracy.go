@@ -66,6 +66,8 @@ type Row struct {
 	Bytes    float64 `json:"bytes_per_gateway_s"`    // in them; 0 where it is not known
 	Redis    float64 `json:"redis_calls_per_s"`      // of all
 
+	Late *float64 `json:"late_p99_ms,omitempty"` // over real servers: from the time when a request should come until it is answered. Far above the network's delay the machine was too slow, and the row says little
+
 	series []float64 // admitted per second, by bin of the scenario's chart
 }
 
@@ -275,15 +277,29 @@ func gather(ready []*prepared, jobs []*job) *Result {
 // WriteTable writes the rows for people.
 func (r *Result) WriteTable(w io.Writer) error {
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', tabwriter.AlignRight)
-	_, _ = fmt.Fprint(t, "SCENARIO\tMODE\tDEMAND\tLIMIT\tPERFECT\tADMITTED\tOVER\tUNDER\tUSABLE MS\tMSG/GW/S\tKB/GW/S\tREDIS/S\t\n") // Flush has the error
+	head, live := "SCENARIO\tMODE\tDEMAND\tLIMIT\tPERFECT\tADMITTED\tOVER\tUNDER\tUSABLE MS\t", false
+	for i := range r.Rows {
+		live = live || r.Rows[i].Late != nil
+	}
+	if live {
+		head += "LATE MS\t\n"
+	} else {
+		head += "MSG/GW/S\tKB/GW/S\tREDIS/S\t\n"
+	}
+	_, _ = fmt.Fprint(t, head) // Flush has the error
 	for i := range r.Rows {
 		x := &r.Rows[i]
 		usable := "-"
 		if x.Usable != nil {
 			usable = fmt.Sprintf("%.0f", *x.Usable)
 		}
-		_, _ = fmt.Fprintf(t, "%s\t%s\t%d\t%d\t%d\t%d\t%.2f %%\t%.2f %%\t%s\t%.1f\t%.1f\t%.0f\t\n", x.Scenario, x.Mode, x.Demand, x.Limit, x.Perfect, x.Admitted,
-			100*x.Over, 100*x.Under, usable, x.Messages, x.Bytes/1000, x.Redis)
+		_, _ = fmt.Fprintf(t, "%s\t%s\t%d\t%d\t%d\t%d\t%.2f %%\t%.2f %%\t%s\t", x.Scenario, x.Mode, x.Demand, x.Limit, x.Perfect, x.Admitted,
+			100*x.Over, 100*x.Under, usable)
+		if x.Late != nil {
+			_, _ = fmt.Fprintf(t, "%.0f\t\n", *x.Late)
+		} else {
+			_, _ = fmt.Fprintf(t, "%.1f\t%.1f\t%.0f\t\n", x.Messages, x.Bytes/1000, x.Redis)
+		}
 	}
 	return t.Flush()
 }

@@ -85,12 +85,16 @@ func Live(ctx context.Context, cfg LiveConfig, log *slog.Logger, progress func(d
 		ready = append(ready, p)
 		for _, m := range chosen {
 			for form := range m.forms {
-				admitted, err := runLive(ctx, cfg, p, m, form, log)
+				admitted, late, err := runLive(ctx, cfg, p, m, form, log)
 				if err != nil {
 					return nil, fmt.Errorf("%s over real servers, scenario %s: %w", m.name, p.name, err)
 				}
 				j := &job{sc: p, mode: m.name}
 				j.score(admitted, traffic{})
+				if d, ok := p99(late); ok {
+					v := round(float64(d)/float64(ms), 1)
+					j.row.Late = &v
+				}
 				jobs = append(jobs, j)
 				if progress != nil {
 					progress(len(jobs), total)
@@ -116,17 +120,18 @@ func (p *prepared) shorten(seconds int) {
 	p.happenings = slices.DeleteFunc(slices.Clone(p.happenings), func(h happening) bool { return h.at >= int64(p.seconds)*s })
 }
 
-// runLive puts a scenario before a real fleet.
-func runLive(ctx context.Context, cfg LiveConfig, p *prepared, m liveMode, form int, log *slog.Logger) (admitted []bool, err error) {
+// runLive puts a scenario before a real fleet. It returns what was admitted, and how late each request was answered.
+func runLive(ctx context.Context, cfg LiveConfig, p *prepared, m liveMode, form int, log *slog.Logger) (admitted []bool, late []time.Duration, err error) {
 	f, err := m.start(ctx, cfg, &p.scenario, form, log)
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
 	defer func() { err = errors.Join(err, f.stop()) }()
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 
 	admitted = make([]bool, len(p.arrivals))
+	late = make([]time.Duration, len(p.arrivals))
 	start := time.Now().Add(100 * time.Millisecond)
 	until := func(at int64) bool {
 		if d := time.Until(start.Add(time.Duration(at))); d > 0 {
@@ -143,7 +148,7 @@ func runLive(ctx context.Context, cfg LiveConfig, p *prepared, m liveMode, form 
 		if err != nil {
 			cancel(err)
 		}
-		admitted[i] = ok
+		admitted[i], late[i] = ok, time.Since(start.Add(time.Duration(a.at)))
 	}
 	var wg sync.WaitGroup
 	for g := range p.most { // one goroutine for each gateway, as far as requests need not wait
@@ -174,5 +179,5 @@ func runLive(ctx context.Context, cfg LiveConfig, p *prepared, m liveMode, form 
 		}
 	})
 	wg.Wait()
-	return admitted, context.Cause(ctx)
+	return admitted, late, context.Cause(ctx)
 }

@@ -136,11 +136,21 @@ func scenarios() []scenario {
 				g.flow(t*3%10, 0, 2*sc.perSecond(), float64(t), float64(t+1))
 			}
 		}},
-		{name: "flash-crowd", title: "From idle to 10 × the limit on all of 10 gateways at once, three times", gateways: 10, seconds: 45, to: 30 * time.Second, bin: 250 * time.Millisecond, fill: func(sc *scenario, g *generator) {
-			for _, t := range []float64{2, 17, 32} {
-				g.even(10, 10*sc.perSecond(), t, t+8)
-			}
-		}},
+		{name: "flash-crowd", title: "From idle to 10 × the limit on all of 10 gateways at once, each with half of what the next busier one has; three times", gateways: 10, seconds: 45, to: 30 * time.Second, bin: 250 * time.Millisecond,
+			fill: func(sc *scenario, g *generator) {
+				for n, t := range []float64{2, 17, 32} {
+					for i := range 10 {
+						part := 1 / float64(int64(2)<<min(i, 8)) // the last two alike, so that they add up to 1
+						g.flow((i+4*n)%10, 0, 10*sc.perSecond()*part, t, t+8)
+					}
+				}
+			}},
+		{name: "flash-crowd-even", title: "The same spread evenly, which is what dividing by N is made for", gateways: 10, seconds: 45, to: 30 * time.Second, bin: 250 * time.Millisecond,
+			fill: func(sc *scenario, g *generator) {
+				for _, t := range []float64{2, 17, 32} {
+					g.even(10, 10*sc.perSecond(), t, t+8)
+				}
+			}},
 		{name: "join-leave", title: "1.5 × the limit on 4 gateways; two join, one vanishes, one leaves", gateways: 4, most: 6, seconds: 50,
 			happenings: []happening{{9 * s, joins, 4}, {9 * s, joins, 5}, {25 * s, vanishes, 1}, {40 * s, leaves, 5}},
 			fill: func(sc *scenario, g *generator) {
