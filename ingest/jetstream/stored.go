@@ -95,14 +95,16 @@ func NewMarks(nc *nats.Conn, declare func(context.Context) error, log *slog.Logg
 		gateways: map[string]*schemas.Stored{}, recent: map[string][]string{}, dirty: map[string]bool{}}, nil
 }
 
-// After returns a handler that calls store and marks each batch that it has stored.
+// After returns a handler that calls store and marks each batch that it has stored. A report that store refuses for good is
+// marked as well: it becomes a dead letter, and its gateway need not keep it.
 func (k *Marks) After(store func(context.Context, schemas.Batch[*schemas.Report]) error) func(context.Context, schemas.Batch[*schemas.Report]) error {
 	return func(ctx context.Context, b schemas.Batch[*schemas.Report]) error {
-		if err := store(ctx, b); err != nil {
+		err := store(ctx, b)
+		if not := (schemas.Refused)(nil); err != nil && !errors.As(err, &not) {
 			return err
 		}
 		k.mark(b)
-		return nil
+		return err
 	}
 }
 

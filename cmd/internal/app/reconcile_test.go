@@ -1,0 +1,317 @@
+package app
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"strings"
+	"testing"
+	"time"
+
+	ch "github.com/ClickHouse/clickhouse-go/v2"
+	"github.com/nats-io/nats.go"
+	natsjs "github.com/nats-io/nats.go/jetstream"
+
+	"github.com/weirhq/weir/aggregator/clickhouse"
+	"github.com/weirhq/weir/aggregator/redis"
+	"github.com/weirhq/weir/ingest/jetstream"
+	"github.com/weirhq/weir/internal/embedded/embeddedtest"
+	"github.com/weirhq/weir/internal/run"
+	"github.com/weirhq/weir/schemas"
+)
+
+const patience = 30 * time.Second
+
+// centre is an aggregator over real servers, and the books to look into.
+type centre struct {
+	t     *testing.T
+	nc    *nats.Conn
+	js    natsjs.JetStream
+	sql   ch.Conn
+	books Books
+	hour  time.Time // in which everything happens: the one before this
+	cum   uint64
+}
+
+func newCentre(t *testing.T) *centre {
+	t.Helper()
+	s := Servers{NATS: embeddedtest.NATS(t).URL(), Redis: embeddedtest.Redis(t).URL(), ClickHouse: embeddedtest.ClickHouse(t).URL()}
+	log := slog.New(slog.DiscardHandler)
+	var stack run.Stack
+	t.Cleanup(func() {
+		if err := stack.Stop(StopTimeout); err != nil {
+			t.Error(err)
+		}
+	})
+	nc, err := Connect(t.Context(), s.NATS, "test", true, NewMetrics(), &stack, log)
+	if err != nil {
+		t.Fatal(err)
+	}
+	store, err := clickhouse.Open(s.ClickHouse, log)
+	if err != nil {
+		t.Fatal(err)
+	}
+	stack.Defer("store", store.Close)
+	if err := store.Migrate(t.Context(), func(string) {}); err != nil {
+		t.Fatal(err)
+	}
+	opt, err := ch.ParseDSN(s.ClickHouse)
+	if err != nil {
+		t.Fatal(err)
+	}
+	sql, err := ch.Open(opt)
+	if err != nil {
+		t.Fatal(err)
+	}
+	stack.Defer("sql", sql.Close)
+	counter, err := redis.New(redis.Config{URL: s.Redis})
+	if err != nil {
+		t.Fatal(err)
+	}
+	stack.Defer("counter", counter.Close)
+	if _, err := NewAggregator(t.Context(), s, nc, NewMetrics(), &stack, log); err != nil {
+		t.Fatal(err)
+	}
+	js, err := natsjs.New(nc)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return &centre{t: t, nc: nc, js: js, sql: sql, books: Books{NATS: nc, Counter: counter, Store: store}, hour: time.Now().UTC().Truncate(time.Hour)}
+}
+
+// report is report seq of gateway gw, which took 2 tokens since the one before.
+func (c *centre) report(seq uint64) *schemas.Report {
+	now := time.Now().UTC()
+	return &schemas.Report{Gateway: "gw", Boot: "boot", Seq: seq, SealedAt: now,
+		Usage:  []schemas.Usage{{Time: now, Tenant: "acme", Route: "orders", Allowed: 2, Cost: 2}},
+		Tokens: []schemas.Tokens{{Rule: "contract", Key: "acme", Tenant: "acme", Mode: "enforce", RateNanos: 1e9, Capacity: 1000, LimitRateNanos: 1e9, LimitBurst: 1000, Taken: 2, Cum: 2 * seq, Window: time.Second}}}
+}
+
+func (c *centre) publish(seqs ...uint64) {
+	c.t.Helper()
+	for _, seq := range seqs {
+		body, err := schemas.EncodeReport(c.report(seq))
+		if err != nil {
+			c.t.Fatal(err)
+		}
+		if _, err := c.js.PublishMsg(c.t.Context(), &nats.Msg{Subject: schemas.UsagePrefix + "gw", Data: body, Header: nats.Header{"Content-Type": {schemas.ContentProtobuf}}}); err != nil {
+			c.t.Fatal(err)
+		}
+	}
+}
+
+func (c *centre) exec(sql string) {
+	c.t.Helper()
+	if err := c.sql.Exec(c.t.Context(), sql); err != nil {
+		c.t.Fatalf("%s: %v", sql, err)
+	}
+}
+
+// becomes waits until the differences are these: "between cause have/want" each, repetitions left out.
+func (c *centre) becomes(want string) Reconciliation {
+	c.t.Helper()
+	var got string
+	for end := time.Now().Add(patience); ; time.Sleep(50 * time.Millisecond) {
+		r, err := Reconcile(c.t.Context(), c.books, c.hour, c.hour.Add(2*time.Hour))
+		if err != nil {
+			c.t.Fatal(err)
+		}
+		var all []string
+		for _, d := range r.Differences {
+			if one := fmt.Sprintf("%s %s %d/%d", d.Between, d.Cause, d.Have, d.Want); len(all) == 0 || all[len(all)-1] != one {
+				all = append(all, one)
+			}
+		}
+		if got = strings.Join(all, ", "); got == want {
+			if r.Equal != (want == "") {
+				c.t.Errorf("Equal = %t with %q", r.Equal, want)
+			}
+			return r
+		}
+		if time.Now().After(end) {
+			c.t.Fatalf("differences are %q, want %q", got, want)
+		}
+	}
+}
+
+func TestReconcile(t *testing.T) {
+	c := newCentre(t)
+	c.publish(1, 2, 3)
+	c.becomesStored(3)
+	if r := c.becomes(""); r.Requests != 6 || r.Counts != 1 {
+		t.Errorf("reconciliation = %+v, want 6 requests and a count in Redis", r)
+	}
+	c.publish(5) // and 4 is nowhere
+	c.becomesStored(4)
+	c.becomes("reports lost 0/1, tokens lost 2/4")
+	// Its gateway has it still.
+	c.books.Journals = []Journal{func(context.Context) ([]*schemas.Report, error) { return []*schemas.Report{c.report(4)}, nil }}
+	if r := c.becomes("reports late 0/2, tokens late 2/4"); r.Journals != 1 {
+		t.Errorf("journals = %d, want 1", r.Journals)
+	}
+	c.publish(4)
+	c.becomesStored(5)
+	c.becomes("")
+	// The history refuses one; it is replayed, twice.
+	c.exec("ALTER TABLE usage ADD CONSTRAINT never CHECK seq != 6")
+	c.publish(6, 7)
+	c.becomesStored(6)
+	c.becomes("reports refused 0/2")
+	c.exec("ALTER TABLE usage DROP CONSTRAINT never")
+	letters, err := jetstream.NewDeadLetters(c.nc)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := letters.Replay(t.Context(), 1); err != nil {
+		t.Fatal(err)
+	}
+	c.becomesStored(7)
+	c.publish(6) // as a replay outside the duplicate window
+	c.publish(8)
+	c.becomesStored(8)
+	if r := c.becomes(""); r.Requests != 16 {
+		t.Errorf("requests = %d, want 16", r.Requests)
+	}
+
+	c.exec("INSERT INTO usage_1m SELECT * FROM usage_1m LIMIT 1")
+	c.becomesLike("usage_1m doubled")
+	if r, err := c.books.Store.Rebuild(t.Context(), c.hour, c.hour.Add(2*time.Hour), nil); err != nil || !r.Equal {
+		t.Errorf("Rebuild = %+v, %v", r, err)
+	}
+	c.becomes("")
+	c.exec("INSERT INTO usage SELECT * REPLACE (99 AS entry) FROM usage WHERE seq = 2 LIMIT 1")
+	c.becomesLike("usage doubled 4/2")
+}
+
+func (c *centre) becomesStored(n uint64) {
+	c.t.Helper()
+	var got uint64
+	for end := time.Now().Add(patience); ; time.Sleep(20 * time.Millisecond) {
+		if err := c.sql.QueryRow(c.t.Context(), "SELECT count() FROM reports FINAL").Scan(&got); err != nil {
+			c.t.Fatal(err)
+		}
+		if got == n {
+			return
+		}
+		if time.Now().After(end) {
+			c.t.Fatalf("%d reports are stored, want %d", got, n)
+		}
+	}
+}
+
+func (c *centre) becomesLike(want string) {
+	c.t.Helper()
+	r, err := Reconcile(c.t.Context(), c.books, c.hour, c.hour.Add(2*time.Hour))
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	for _, d := range r.Differences {
+		if strings.HasPrefix(fmt.Sprintf("%s %s %d/%d", d.Between, d.Cause, d.Have, d.Want), want) {
+			return
+		}
+	}
+	c.t.Errorf("differences are %+v, want %q among them", r.Differences, want)
+}
+
+// An hour that does not add up fires once, whoever looks and however often, and is resolved when it does.
+func TestAuditorTellsOnce(t *testing.T) {
+	srv := embeddedtest.NATS(t)
+	var stack run.Stack
+	t.Cleanup(func() { _ = stack.Stop(StopTimeout) })
+	log := slog.New(slog.DiscardHandler)
+	nc, err := Connect(t.Context(), srv.URL(), "test", true, NewMetrics(), &stack, log)
+	if err != nil {
+		t.Fatal(err)
+	}
+	js, err := natsjs.New(nc)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := NewAlerter(t.Context(), AlerterConfig{}, nc, NewMetrics(), &stack, log); err != nil { // which must leave it alone
+		t.Fatal(err)
+	}
+	now := time.Date(2026, 11, 29, 12, 6, 0, 0, time.UTC)
+	bad := now.Truncate(time.Hour).Add(-2 * time.Hour)
+	var differences []Difference
+	var failing error
+	reconcile := func(_ context.Context, from, to time.Time) (Reconciliation, error) {
+		var r Reconciliation
+		for _, d := range differences {
+			if !d.Hour.Before(from) && d.Hour.Before(to) {
+				r.Differences = append(r.Differences, d)
+			}
+		}
+		return r, failing
+	}
+	one, two := newAuditor(js, log, reconcile), newAuditor(js, log, reconcile)
+	want := func(n uint64, text string) *schemas.Alert {
+		t.Helper()
+		s, err := js.Stream(t.Context(), schemas.AlertsStream)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got := s.CachedInfo().State.Msgs; got != n {
+			t.Fatalf("%s: %d alerts, want %d", text, got, n)
+		}
+		if n == 0 {
+			return nil
+		}
+		msg, err := s.GetMsg(t.Context(), n)
+		if err != nil {
+			t.Fatal(err)
+		}
+		a, err := schemas.DecodeAlert(msg.Data)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return a
+	}
+	audit := func(a *auditor, at time.Time) {
+		t.Helper()
+		if err := a.audit(t.Context(), at); err != nil {
+			t.Fatal(err)
+		}
+	}
+	audit(one, now)
+	want(0, "equal")
+	differences = []Difference{{Between: "reports", Cause: CauseLost, Gateway: "gw", Hour: bad, Want: 5, Have: 2},
+		{Between: "redis", Cause: CauseInFlight, Hour: bad.Add(time.Hour), Want: 1},
+		{Between: "reports", Cause: CauseLost, Hour: now.Truncate(time.Hour), Want: 1}} // not over
+	audit(one, now)
+	a := want(1, "an hour is different")
+	if a.Type != schemas.AlertFiring || a.Name != AlertReconciliation || a.DedupKey != "reconciliation/2026-11-29T10" || a.Value != 3 || a.Severity != schemas.SeverityCritical ||
+		!strings.Contains(a.Summary, "1 lost") || !strings.Contains(a.Summary, "--from 2026-11-29T10:00:00Z") {
+		t.Errorf("alert = %+v", a)
+	}
+	audit(one, now)
+	audit(two, now)
+	audit(newAuditor(js, log, reconcile), now.Add(time.Minute))
+	want(1, "looked at again")
+	failing = errors.New("ClickHouse is away")
+	if err := one.audit(t.Context(), now); !errors.Is(err, failing) {
+		t.Errorf("audit = %v, want its cause", err)
+	}
+	want(1, "no data is not resolved")
+	failing, differences = nil, nil
+	audit(two, now.Add(40*time.Hour)) // also when the hour is long past
+	if r := want(2, "equal again"); r.Type != schemas.AlertResolved || r.DedupKey != a.DedupKey || !r.StartsAt.Equal(a.StartsAt) || r.EndsAt.IsZero() {
+		t.Errorf("resolved = %+v", r)
+	}
+	audit(one, now)
+	want(2, "and told once")
+}
+
+// A schema that a newer weir has migrated is warned of, and does not stop the older one.
+func TestAwaitGoesOnWithANewerSchema(t *testing.T) {
+	var out strings.Builder
+	err := await(t.Context(), "ClickHouse", slog.New(slog.NewTextHandler(&out, nil)), NewMetrics().store.Degraded, func(context.Context) error {
+		return &clickhouse.Error{Kind: clickhouse.ErrSchemaNewer, Line: "it is newer", Err: clickhouse.ErrSchemaNewer}
+	}, clickhouse.ErrUnreachable)
+	if err != nil || !strings.Contains(out.String(), "newer weir") {
+		t.Errorf("await = %v, log %q", err, out.String())
+	}
+	if err := await(t.Context(), "ClickHouse", slog.New(slog.DiscardHandler), NewMetrics().store.Degraded, func(context.Context) error { return clickhouse.ErrSchema }, clickhouse.ErrUnreachable); !errors.Is(err, clickhouse.ErrSchema) {
+		t.Errorf("await of an older schema = %v, want its error", err)
+	}
+}
