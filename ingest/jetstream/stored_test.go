@@ -1,0 +1,222 @@
+package jetstream
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/nats-io/nats-server/v2/server"
+	"github.com/nats-io/nats.go"
+	"github.com/nats-io/nats.go/jetstream"
+
+	"github.com/weirhq/weir/internal/natsx"
+	"github.com/weirhq/weir/schemas"
+)
+
+// begin runs f until the test ends.
+func begin(t testing.TB, f func(context.Context) error) (stop func()) {
+	ctx, cancel := context.WithCancel(context.Background())
+	done := make(chan error, 1)
+	go func() { done <- f(ctx) }()
+	stop = sync.OnceFunc(func() {
+		cancel()
+		if err := <-done; err != nil {
+			t.Error(err)
+		}
+	})
+	t.Cleanup(stop)
+	return stop
+}
+
+func newPublisher(t testing.TB, nc *nats.Conn, gateway string) *Publisher {
+	t.Helper()
+	p, err := NewPublisher(nc, gateway, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return p
+}
+
+// The way of a report: into the stream, through the ledger into the history, and back as a mark.
+func TestGatewaysLearnWhatTheHistoryHas(t *testing.T) {
+	_, nc, js := start(t)
+	p, other := newPublisher(t, nc, "gw"), newPublisher(t, nc, "other")
+	if f, s, err := p.Stored(t.Context()); err != nil || f.Stream != "" || s.Has("b", 1) {
+		t.Fatalf("Stored = %v, %v, %v before there is a history", f, s, err)
+	}
+	var last uint64
+	for seq := uint64(1); seq <= 3; seq++ {
+		at, err := p.Put(t.Context(), report("b", seq, 1), false)
+		if err != nil {
+			t.Fatal(err)
+		}
+		last = at
+	}
+	if _, err := other.Put(t.Context(), report("c", 7, 1), false); err != nil {
+		t.Fatal(err)
+	}
+	marks, err := NewMarks(nc, nil, quiet)
+	if err != nil {
+		t.Fatal(err)
+	}
+	stop := begin(t, marks.Run)
+	away := true
+	var mu sync.Mutex
+	ledger, err := NewLedger(Config{Name: "history", MaxDelay: 10 * time.Millisecond}, nc, func(subject, contentType string, body []byte, arrived time.Time) (*schemas.Report, error) {
+		return schemas.DecodeReport(subject, contentType, body, arrived)
+	}, quiet, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	tried := make(chan struct{}, 100)
+	begin(t, func(ctx context.Context) error {
+		return ledger.Consume(ctx, marks.After(func(context.Context, schemas.Batch[*schemas.Report]) error {
+			mu.Lock()
+			defer mu.Unlock()
+			select {
+			case tried <- struct{}{}:
+			default:
+			}
+			if away {
+				return errors.New("ClickHouse is away")
+			}
+			return nil
+		}))
+	})
+	<-tried
+	if _, s, err := p.Stored(t.Context()); err != nil || s.Has("b", 1) {
+		t.Fatalf("Stored = %v, %v while the history stores nothing", s, err)
+	}
+	mu.Lock()
+	away = false
+	mu.Unlock()
+	eventually(t, "the gateway is told", func() bool {
+		f, s, err := p.Stored(t.Context())
+		return err == nil && s.Has("b", 1) && s.Has("b", 2) && s.Has("b", 3) && f.Seq >= last && f.Stream != ""
+	})
+	if _, s, err := p.Stored(t.Context()); err != nil || s.Has("b", 4) || s.Has("c", 7) {
+		t.Errorf("Stored = %v, %v, want nothing of others", s, err)
+	}
+	// Another process goes on from what was written; the bucket may be gone in between.
+	stop()
+	next, err := NewMarks(nc, func(ctx context.Context) error { return natsx.Declare(ctx, js, natsx.Storage{}) }, quiet)
+	if err != nil {
+		t.Fatal(err)
+	}
+	stop = begin(t, next.Run)
+	next.mark(schemas.Batch[*schemas.Report]{Stream: "s", First: 5, Last: 5, Items: []schemas.Delivered[*schemas.Report]{{Seq: 5, Value: &schemas.Report{Gateway: "gw", Boot: "b", Seq: 5}}}})
+	eventually(t, "both are there", func() bool {
+		_, s, err := p.Stored(t.Context())
+		return err == nil && s.Has("b", 3) && !s.Has("b", 4) && s.Has("b", 5)
+	})
+	if err := js.DeleteKeyValue(t.Context(), schemas.StoredBucket); err != nil {
+		t.Fatal(err)
+	}
+	next.mark(schemas.Batch[*schemas.Report]{Stream: "s", First: 6, Last: 6, Items: []schemas.Delivered[*schemas.Report]{{Seq: 6, Value: &schemas.Report{Gateway: "gw", Boot: "d", Seq: 1}}}})
+	eventually(t, "all is there again", func() bool {
+		f, s, err := p.Stored(t.Context())
+		return err == nil && s.Has("b", 3) && s.Has("b", 5) && s.Has("d", 1) && f.Seq == 6
+	})
+}
+
+// A gateway that crashes all the time must not make its mark grow for ever.
+func TestMarksAreBounded(t *testing.T) {
+	marks, err := NewMarks(&nats.Conn{}, nil, quiet)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for boot := range 200 {
+		for range 1000 {
+			marks.mark(schemas.Batch[*schemas.Report]{Stream: "s", Items: []schemas.Delivered[*schemas.Report]{{Value: &schemas.Report{Gateway: "gw", Boot: fmt.Sprint(boot), Seq: 1 + rand.Uint64N(1e6)}}}})
+		}
+	}
+	s := marks.gateways["gw"]
+	b, err := json.Marshal(s)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if len(s.Boots) != maxBoots || s.Boots["199"] == nil || len(s.Boots["199"]) > maxRanges || len(b) > 256<<10 {
+		t.Errorf("%d boots, %d ranges of the last, %d bytes", len(s.Boots), len(s.Boots["199"]), len(b))
+	}
+}
+
+// T4: the stream has lost what it acknowledged. The same report is stored behind what is there, whichever boot it is of, once
+// for each time that it is asked for, also when the answer is lost.
+func TestT4PutAgain(t *testing.T) {
+	_, nc, js := start(t)
+	p := newPublisher(t, nc, "gw")
+	for _, r := range []*schemas.Report{report("old", 1, 1), report("old", 2, 1), report("new", 1, 1)} {
+		if err := p.Publish(t.Context(), r); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if at, err := p.Put(t.Context(), report("old", 2, 1), true); err != nil || at != 4 {
+		t.Fatalf("Put = %d, %v, want message 4", at, err)
+	}
+	if at, err := p.Put(t.Context(), report("new", 1, 1), false); err != nil || at != 4 || messages(t, js, schemas.UsageStream) != 4 {
+		t.Fatalf("Put = %d, %v with %d messages, want a position that is not under it, and no message", at, err, messages(t, js, schemas.UsageStream))
+	}
+	if at, err := p.Put(t.Context(), report("new", 2, 1), false); err != nil || at != 5 {
+		t.Fatalf("Put = %d, %v, want message 5", at, err)
+	}
+	p.last = 4 // as if the answer to a repeat had been lost
+	if at, err := p.Put(t.Context(), report("new", 2, 1), true); err != nil || at != 5 {
+		t.Fatalf("Put = %d, %v, want message 5, found", at, err)
+	}
+	// A process that knows nothing and has the spool of another.
+	p = newPublisher(t, nc, "gw")
+	if at, err := p.Put(t.Context(), report("old", 1, 1), true); err != nil || at != 6 {
+		t.Fatalf("Put = %d, %v, want message 6", at, err)
+	}
+}
+
+// T5: what operations.md lets a gateway do is enough for it, and not enough to say what the history has of anybody.
+func TestT5PermissionsOfAGateway(t *testing.T) {
+	gateway := &server.Permissions{
+		Publish: &server.SubjectPermission{Allow: []string{schemas.UsagePrefix + "gw", "$JS.API.STREAM.INFO.WEIR_USAGE", "$JS.API.STREAM.MSG.GET.WEIR_USAGE",
+			"$JS.API.STREAM.INFO.KV_weir-stored", "$JS.API.DIRECT.GET.KV_weir-stored.>"}},
+		Subscribe: &server.SubjectPermission{Allow: []string{"_INBOX.>"}},
+	}
+	url := custom(t, server.Options{Users: []*server.User{{Username: "centre", Password: "c"}, {Username: "gw", Password: "g", Permissions: gateway}}})
+	centre, js := connect(t, strings.Replace(url, "://", "://centre:c@", 1))
+	declare(t, js)
+	nc, _ := connect(t, strings.Replace(url, "://", "://gw:g@", 1))
+	p := newPublisher(t, nc, "gw")
+	if err := p.Publish(t.Context(), report("b", 1, 1)); err != nil {
+		t.Fatal(err)
+	}
+	marks, err := NewMarks(centre, nil, quiet)
+	if err != nil {
+		t.Fatal(err)
+	}
+	begin(t, marks.Run)
+	marks.mark(schemas.Batch[*schemas.Report]{Stream: "s", First: 1, Last: 1, Items: []schemas.Delivered[*schemas.Report]{{Seq: 1, Value: &schemas.Report{Gateway: "gw", Boot: "b", Seq: 1}}}})
+	eventually(t, "the gateway is told", func() bool {
+		_, s, err := p.Stored(t.Context())
+		return err == nil && s.Has("b", 1)
+	})
+	kv, err := js.KeyValue(t.Context(), schemas.StoredBucket)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, key := range []string{schemas.StoredPrefix + "gw", schemas.StoredPrefix + "other", schemas.FloorKey} {
+		if err := nc.Publish("$KV."+schemas.StoredBucket+"."+key, []byte(`{"boots":{"b":[[1,99]]},"stream":"s","seq":99}`)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := nc.Flush(); err != nil {
+		t.Fatal(err)
+	}
+	if _, s, err := p.Stored(t.Context()); err != nil || s.Has("b", 2) {
+		t.Errorf("Stored = %v, %v: a gateway has written it", s, err)
+	}
+	if _, err := kv.Get(t.Context(), schemas.StoredPrefix+"other"); !errors.Is(err, jetstream.ErrKeyNotFound) {
+		t.Errorf("another gateway's mark: %v, want none", err)
+	}
+}
