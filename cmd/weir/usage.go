@@ -33,7 +33,7 @@ type period struct {
 }
 
 func (p *period) bind(cmd *cobra.Command, last time.Duration) {
-	cmd.Flags().DurationVar(&p.last, "last", last, "the time up to now")
+	cmd.Flags().DurationVar(&p.last, "last", last, "the time up to now; whole minutes when it is")
 	cmd.Flags().StringVar(&p.from, "from", "", "beginning, RFC 3339, instead of --last")
 	cmd.Flags().StringVar(&p.to, "to", "", "end, RFC 3339 (default now)")
 }
@@ -48,6 +48,9 @@ func (p *period) times() (from, to time.Time, err error) {
 	if p.from == "" {
 		if p.last <= 0 {
 			return from, to, usagef("--last %s, want more than 0", p.last)
+		}
+		if p.to == "" && p.last%time.Minute == 0 { // whole minutes, which the roll-ups answer for
+			to = to.Add(time.Minute - 1).Truncate(time.Minute)
 		}
 		return to.Add(-p.last), to, nil
 	}
