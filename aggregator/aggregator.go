@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"log/slog"
 	"maps"
+	"math"
 	"slices"
 	"sync"
 	"time"
@@ -72,7 +73,13 @@ type PushedShare struct {
 
 const (
 	calmFor    = 30 * time.Second       // a key at rest for so long is forgotten
-	settleIn   = time.Second            // a push shows in the gateway's reports within this; a key unheard of for longer is looked at
+	restAfter  = 5 * time.Second        // a key kept by grants that nobody asks for goes back to the even shares after this
+	leaseFor   = time.Second            // a block of a lease lasts this long at the rate of its demand
+	tinyFor    = 50 * time.Millisecond  // and of a limit that is too small to divide
+	catchUp    = time.Second            // after the counter was away, to fold what has gathered meanwhile
+	repeatIn   = 250 * time.Millisecond // a grant that shows in no report within this is said again
+	settleIn   = time.Second            // a key unheard of for longer is looked at
+	hearIn     = 50 * time.Millisecond  // a push is in force at the gateway after this
 	retryPause = 100 * time.Millisecond // after a failed fold, before the batch may come again
 	liveHolds  = time.Second            // one reading of all live keys serves all snapshots of this time
 	chunk      = 1000                   // keys folded at once when nobody waits
@@ -85,16 +92,21 @@ type Aggregator struct {
 	caster  Caster
 	log     *slog.Logger
 	m       *Metrics
-	learned time.Time // from here on limits are divided
+	learned time.Time // from here on the fleet is known
 
 	mu       sync.Mutex           // guards what follows
 	fleet    map[string]time.Time // when each gateway was last heard
 	keys     map[Key]*entry       // keys of which some gateway holds a share it would not guess
 	degraded time.Time            // since when the counter does not answer; zero while it does
 	castLost int                  // updates not sent since the last word about it
+	behind   bool                 // the last batch of reports was not folded
+	believe  time.Time            // until then gateways are listened to, and no limit is divided
+	delays   map[string]*delay    // of each gateway's reports
+	waiting  map[Key]time.Time    // keys kept by grants, of which a gateway waits for a token that there is at this time
 
 	recalled              bool // by Step, and only there
 	keepaliveAt, digestAt time.Time
+	wake                  chan struct{} // signalled when something is due sooner than it was
 
 	liveMu sync.Mutex // guards what follows, also while it is read
 	live   []KeyState
@@ -103,17 +115,114 @@ type Aggregator struct {
 
 // entry is what we remember of a key.
 type entry struct {
-	state KeyState
-	asked time.Time       // when state was read
-	held  map[string]held // by gateway
-	calm  time.Time       // since when every gateway may have the even share; zero while one needs another
+	state       KeyState
+	asked       time.Time        // when state was read
+	held        map[string]*held // by gateway
+	calm        time.Time        // since when every gateway may have the even share; zero while one needs another
+	pressed     time.Time        // when a gateway asked for it last
+	last        string           // gateway that had a token last, of those that take turns
+	consistency string
+	unsure      bool // the level may be wrong: what gateways hold tells
 }
 
-// held is the share that a gateway was told.
+// held is one gateway's part of a key: the share that it was told, or took for itself, and the tokens that it holds.
 type held struct {
 	Limit
 	reason string
-	at     time.Time
+	told   bool
+	at     time.Time // when it was told
+
+	tokens         int64 // millionths, with those that are on their way to it …
+	asOf           int64 // … in µs by the counter's clock
+	granted, grant uint64
+
+	boot        string // of the bucket that this is about, and of its newest report
+	incarnation uint32
+	seq         uint64
+}
+
+// holds is what the gateway may hold at now, in millionths of a token. What it has used since it reported is in it, as it is in the
+// central bucket: the difference of the two is right.
+func (h *held) holds(now int64) int64 {
+	earned := min(float64(h.RateNanos)*float64(max(now-h.asOf, 0))/1e9, 4e15)
+	return min(h.tokens+int64(earned), saturatingMul(h.Burst, 1e6))
+}
+
+// note takes what a gateway says of its bucket.
+func (e *entry) note(u *Use, at int64) {
+	h := e.held[u.Gateway]
+	if u.Seq == 0 || h != nil && h.boot == u.Boot && u.Seq <= h.seq {
+		return
+	}
+	if h == nil || h.boot != u.Boot || h.incarnation != u.Incarnation || u.Granted < h.granted {
+		h = &held{Limit: u.Enforced, boot: u.Boot, incarnation: u.Incarnation} // a bucket that we do not know
+		e.held[u.Gateway] = h
+	}
+	h.seq, h.granted, h.grant = u.Seq, u.Granted, max(h.grant, u.Granted)
+	h.tokens, h.asOf = 1e6*(max(u.Tokens, 0)+int64(h.grant-h.granted)), at-u.Age.Microseconds()
+}
+
+// delay finds out how much later than usual a gateway's report comes, without a clock that both sides agree on: the smallest
+// difference of the two clocks in the last seconds is that of a report that was not delayed.
+type delay struct {
+	least, before time.Duration // of this while, and of the one before
+	since         time.Time
+}
+
+const (
+	delayWhile = 10 * time.Second
+	delayMax   = 5 * time.Second // more is taken for a clock that was set
+)
+
+func (d *delay) of(sealed, now time.Time) time.Duration {
+	diff := now.Sub(sealed)
+	if now.Sub(d.since) > delayWhile {
+		d.before = d.least
+		if d.since.IsZero() {
+			d.before = diff
+		}
+		d.least, d.since = diff, now
+	}
+	d.least = min(d.least, diff)
+	return min(diff-min(d.least, d.before), delayMax)
+}
+
+// age tells of each report how old it is.
+func (a *Aggregator) age(folds []Fold, now time.Time) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	for i := range folds {
+		for j := range folds[i].Uses {
+			u := &folds[i].Uses[j]
+			if u.Sealed.IsZero() {
+				continue
+			}
+			d := a.delays[u.Gateway]
+			if d == nil {
+				d = &delay{}
+				a.delays[u.Gateway] = d
+			}
+			u.Age = d.of(u.Sealed, now)
+		}
+	}
+}
+
+// evenShare is what a gateway takes for itself of a limit, as long as it was told no share.
+func evenShare(l Limit, gateways int) Limit {
+	return Limit{l.RateNanos / int64(gateways), max(l.Burst/int64(gateways), 1)}
+}
+
+// part is gateway's part of the key in the even case or as we know it.
+func (e *entry) part(gateway string, even Limit, now int64) *held {
+	if h := e.held[gateway]; h != nil {
+		return h
+	}
+	return &held{Limit: even, tokens: saturatingMul(even.Burst, 1e6), asOf: now}
+}
+
+// byGrants says whether the key is kept by grants alone: its tokens are too few for rates and bursts, or are not to be given twice.
+func (e *entry) byGrants(l Limit, gateways int) bool {
+	return e.consistency == "lease" || l.Burst < 2*int64(gateways)
 }
 
 // New returns an aggregator that counts in counter and speaks through caster. m may be nil. It starts nothing.
@@ -124,7 +233,7 @@ func New(cfg Config, counter Counter, caster Caster, log *slog.Logger, m *Metric
 	}
 	now := cfg.Now()
 	return &Aggregator{cfg: cfg, counter: counter, caster: caster, log: log, m: m, learned: now.Add(cfg.Learn),
-		fleet: make(map[string]time.Time), keys: make(map[Key]*entry), keepaliveAt: now.Add(cfg.Keepalive), digestAt: now.Add(cfg.Digest)}
+		fleet: make(map[string]time.Time), keys: make(map[Key]*entry), waiting: make(map[Key]time.Time), delays: make(map[string]*delay), wake: make(chan struct{}, 1), keepaliveAt: now.Add(cfg.Keepalive), digestAt: now.Add(cfg.Digest)}
 }
 
 // Reports folds a batch and casts the shares that change. It is the handler of the throttle consumer: after an error the batch
@@ -138,7 +247,10 @@ func (a *Aggregator) Reports(ctx context.Context, b schemas.Batch[*schemas.Repor
 		}
 	}
 	folds := merge(b.Items, late)
+	a.age(folds, now)
+	a.outstanding(folds)
 	states, err := a.fold(ctx, folds)
+	a.behindBy(err, now)
 	if err != nil {
 		select { // a counter that is away is asked ten times a second, not in a tight loop
 		case <-a.cfg.After(retryPause):
@@ -151,6 +263,16 @@ func (a *Aggregator) Reports(ctx context.Context, b schemas.Batch[*schemas.Repor
 	}
 	a.divide(ctx, folds, states)
 	return nil
+}
+
+// behindBy notes whether a batch was folded. After one that was not, what has gathered meanwhile is folded before anything is divided.
+func (a *Aggregator) behindBy(err error, now time.Time) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if a.behind && err == nil {
+		a.believe = now.Add(catchUp)
+	}
+	a.behind = err != nil
 }
 
 // Heartbeat takes a gateway's sign of life that arrived at a time of this process's clock.
@@ -186,17 +308,18 @@ func (a *Aggregator) Snapshot(ctx context.Context, gateway string) (*schemas.Thr
 	u.Snapshot = true
 	for i := range states {
 		s := &states[i]
-		shares, reasons := share(s, fleet)
-		at, _ := slices.BinarySearch(fleet, gateway)
-		h := held{Limit{shares[at].RateNanos, shares[at].Burst}, reasons[at], now}
-		u.Shares = append(u.Shares, s.share(h))
 		e := a.keys[s.Key]
 		if e == nil {
 			e = a.remember(s, now)
 		}
-		if s.Version >= e.state.Version {
-			e.held[gateway] = h
+		h := e.held[gateway]
+		if h == nil || !h.told {
+			shares, reasons := a.plan(e, s, fleet, now)
+			at, _ := slices.BinarySearch(fleet, gateway)
+			shares[at].Grant = 0
+			h = e.tell(s, &shares[at], reasons[at], len(fleet), now)
 		}
+		u.Shares = append(u.Shares, s.share(h))
 	}
 	a.m.Pushes.WithLabelValues("snapshot").Add(float64(len(u.Shares)))
 	return u, nil
@@ -224,6 +347,7 @@ func (a *Aggregator) Run(ctx context.Context) error {
 		case <-ctx.Done():
 			return nil
 		case <-a.cfg.After(a.Step(ctx).Sub(a.cfg.Now())):
+		case <-a.wake:
 		}
 	}
 }
@@ -244,10 +368,54 @@ func (a *Aggregator) Step(ctx context.Context) (next time.Time) {
 	if a.due(&a.digestAt, a.cfg.Digest) {
 		a.digest(ctx)
 	}
-	if a.digestAt.Before(a.keepaliveAt) {
-		return a.digestAt
+	a.serve(ctx)
+	return a.Due()
+}
+
+// Due returns when Step has something to do next. Reports may make it sooner.
+func (a *Aggregator) Due() time.Time {
+	next := a.keepaliveAt
+	if a.digestAt.Before(next) {
+		next = a.digestAt
 	}
-	return a.keepaliveAt
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	for _, at := range a.waiting {
+		if at.Before(next) {
+			next = at
+		}
+	}
+	return next
+}
+
+// serve looks at the keys of which a token is due.
+func (a *Aggregator) serve(ctx context.Context) {
+	now := a.cfg.Now()
+	var folds []Fold
+	a.mu.Lock()
+	for key, at := range a.waiting {
+		if now.Before(at) {
+			continue
+		}
+		delete(a.waiting, key)
+		if e := a.keys[key]; e != nil {
+			folds = append(folds, Fold{Key: key, Limit: e.state.Limit})
+		}
+	}
+	a.mu.Unlock()
+	a.look(ctx, folds)
+}
+
+// look lets time pass in keys, and divides them anew.
+func (a *Aggregator) look(ctx context.Context, folds []Fold) {
+	for part := range slices.Chunk(folds, chunk) {
+		a.outstanding(part)
+		states, err := a.fold(ctx, part)
+		if err != nil {
+			return // it has been noted, and the next tick tries again
+		}
+		a.divide(ctx, part, states)
+	}
 }
 
 // due says whether at has come, and sets it to the next time: turns that were missed are left out.
@@ -294,6 +462,7 @@ func (a *Aggregator) expire() {
 			continue
 		}
 		delete(a.fleet, g)
+		delete(a.delays, g)
 		for _, e := range a.keys {
 			delete(e.held, g)
 		}
@@ -349,12 +518,24 @@ func (a *Aggregator) settle(ctx context.Context) {
 		}
 	}
 	a.mu.Unlock()
-	for part := range slices.Chunk(folds, chunk) {
-		states, err := a.fold(ctx, part)
-		if err != nil {
-			return // it has been noted, and the next tick tries again
+	a.look(ctx, folds)
+}
+
+// outstanding notes in folds what gateways hold of keys that are kept by grants.
+func (a *Aggregator) outstanding(folds []Fold) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	for i := range folds {
+		f := &folds[i]
+		e := a.keys[f.Key]
+		if e == nil || !e.byGrants(f.Limit, max(len(a.fleet), 1)) {
+			continue
 		}
-		a.divide(ctx, part, states)
+		var sum int64
+		for _, h := range e.held {
+			sum = min(sum+h.holds(e.state.At), MaxBurst*1e6)
+		}
+		f.Outstanding = sum / 1e6
 	}
 }
 
@@ -367,6 +548,9 @@ func (a *Aggregator) digest(ctx context.Context) {
 	for key, e := range a.keys {
 		keys = append(keys, key)
 		for g, h := range e.held {
+			if !h.told {
+				continue
+			}
 			u := updates[g]
 			if u == nil {
 				u = a.update(len(fleet))
@@ -432,22 +616,29 @@ func (a *Aggregator) answered(err error) {
 // divide casts the shares of states that differ from what gateways have.
 func (a *Aggregator) divide(ctx context.Context, folds []Fold, states []KeyState) {
 	now := a.cfg.Now()
-	if now.Before(a.learned) {
-		a.mu.Lock()
+	a.mu.Lock()
+	listening := a.behind || now.Before(a.learned) || now.Before(a.believe)
+	if listening {
 		for i := range states {
-			if a.keys[states[i].Key] == nil {
-				a.remember(&states[i], time.Time{})
+			e := a.keys[states[i].Key]
+			if e == nil {
+				e = a.remember(&states[i], time.Time{})
 			}
+			e.hear(&folds[i], &states[i])
+			e.unsure = true
 		}
-		a.mu.Unlock()
+	}
+	a.mu.Unlock()
+	if listening {
 		return
 	}
+	a.rebuild(ctx, folds, states)
 	updates := make(map[string]*schemas.ThrottleUpdate)
 	var history []PushedShare
 	a.mu.Lock()
 	fleet := a.gateways()
 	for i := range states {
-		for g, h := range a.changes(&states[i], folds[i].Uses, fleet, now) {
+		for g, h := range a.changes(&states[i], &folds[i], fleet, now) {
 			u := updates[g]
 			if u == nil {
 				u = a.update(len(fleet))
@@ -470,58 +661,172 @@ func (a *Aggregator) divide(ctx context.Context, folds []Fold, states []KeyState
 	}
 }
 
+// rebuild brings levels that may be wrong to what gateways hold: of buckets that the counter has made anew, for a counter that lost
+// its memory must not hand out full ones, and after a time in which reports were not folded. For a key that nobody used before
+// that is the full bucket.
+func (a *Aggregator) rebuild(ctx context.Context, folds []Fold, states []KeyState) {
+	var again []Fold
+	var at []int
+	a.mu.Lock()
+	n := max(len(a.fleet), 1)
+	for i := range states {
+		s := &states[i]
+		e := a.keys[s.Key]
+		if !s.New && !s.Lost && (e == nil || !e.unsure) {
+			continue
+		}
+		known := entry{held: make(map[string]*held)}
+		if e != nil {
+			maps.Copy(known.held, e.held)
+		}
+		for j := range folds[i].Uses {
+			known.note(&folds[i].Uses[j], s.At)
+		}
+		even := evenShare(s.Limit, n)
+		var b Bounds
+		for _, h := range known.held {
+			b.LeastMicros += h.holds(s.At)
+		}
+		b.MostMicros = b.LeastMicros + saturatingMul(even.Burst, int64(max(n-len(known.held), 0))*1e6)
+		if e == nil || !e.unsure {
+			b.LeastMicros = math.MinInt64
+		}
+		if few := int64(n) * 1e6; b.MostMicros < s.LevelMicros-few || b.LeastMicros > s.LevelMicros+few {
+			again = append(again, Fold{Key: s.Key, Limit: s.Limit, Outstanding: folds[i].Outstanding, Bounds: &b})
+			at = append(at, i)
+		}
+		if e != nil {
+			e.unsure = false
+		}
+	}
+	a.mu.Unlock()
+	if len(again) == 0 {
+		return
+	}
+	if less, err := a.fold(ctx, again); err == nil {
+		for i := range less {
+			states[at[i]] = less[i]
+		}
+	}
+}
+
+// hear takes what gateways say of a key in a batch.
+func (e *entry) hear(f *Fold, s *KeyState) {
+	if len(f.Uses) > 0 {
+		e.consistency = f.consistency
+	}
+	for i := range f.Uses {
+		e.note(&f.Uses[i], s.At)
+	}
+}
+
+// plan divides a key between the gateways of fleet, which is in order, and says why. mu is held.
+func (a *Aggregator) plan(e *entry, s *KeyState, fleet []string, now time.Time) ([]Share, []string) {
+	even := evenShare(s.Limit, len(fleet))
+	parts := make([]Part, len(fleet))
+	reasons := make([]string, len(fleet))
+	for i, g := range fleet {
+		parts[i] = Part{Demand: Demand{Gateway: g}, HeldMicros: e.part(g, even, s.At).holds(s.At)}
+		reasons[i] = "newcomer"
+	}
+	asked := false
+	for _, d := range s.Demands {
+		if i, ok := slices.BinarySearch(fleet, d.Gateway); ok && d.RateNanos > 0 {
+			d.RateNanos = coarse(d.RateNanos)
+			parts[i].Demand, reasons[i], asked = d, "demand", true
+		}
+	}
+	if asked {
+		e.pressed = now
+	}
+	if s.LevelMicros < 0 {
+		for i := range reasons {
+			reasons[i] = "debt"
+		}
+	}
+	if !e.byGrants(s.Limit, len(fleet)) {
+		return Divide(s.Limit, s.LevelMicros, parts), reasons
+	}
+	if now.Sub(e.pressed) > restAfter {
+		shares := make([]Share, len(fleet))
+		for i, g := range fleet {
+			shares[i] = Share{Gateway: g, RateNanos: even.RateNanos, Burst: even.Burst}
+		}
+		return shares, reasons
+	}
+	lasting := tinyFor
+	if e.consistency == "lease" {
+		lasting = leaseFor
+	}
+	return Grant(s.Limit, s.LevelMicros, parts, lasting, e.last), reasons
+}
+
+// tell notes that a gateway is told a share. mu is held.
+func (e *entry) tell(s *KeyState, sh *Share, reason string, gateways int, now time.Time) *held {
+	h := *e.part(sh.Gateway, evenShare(s.Limit, gateways), s.At)
+	h.tokens = min(h.holds(s.At), saturatingMul(sh.Burst, 1e6)) + 1e6*sh.Grant
+	h.Limit, h.asOf = Limit{sh.RateNanos, sh.Burst}, s.At
+	h.reason, h.told, h.at, h.grant = reason, true, now, h.grant+uint64(sh.Grant)
+	e.held[sh.Gateway] = &h
+	return &h
+}
+
 // changes is what gateways must be told of a key, and is remembered as told. mu is held.
 //
 // A gateway that was told nothing has the even share, which it works out itself from the size of the fleet. So a key that
 // nobody presses costs no message; one that is pressed is said to all, also where the share is the even one.
-func (a *Aggregator) changes(s *KeyState, uses []Use, fleet []string, now time.Time) map[string]held {
+func (a *Aggregator) changes(s *KeyState, f *Fold, fleet []string, now time.Time) map[string]*held {
 	e := a.keys[s.Key]
-	if len(fleet) == 0 || e != nil && s.Version <= e.state.Version {
-		return nil // nobody to tell, or a newer state overtook this one
+	if len(fleet) == 0 {
+		return nil // nobody to tell
 	}
-	shares, reasons := share(s, fleet)
-	even := Limit{s.Limit.RateNanos / int64(len(fleet)), max(s.Limit.Burst/int64(len(fleet)), 1)}
+	known := e != nil
+	if !known {
+		e = &entry{state: *s, held: make(map[string]*held)}
+	}
+	e.hear(f, s)
+	if known && s.Version <= e.state.Version {
+		return nil // a newer state overtook this one
+	}
+	shares, reasons := a.plan(e, s, fleet, now)
+	even := evenShare(s.Limit, len(fleet))
 	pressed := s.pressed()
-	var tell map[string]held
+	var tell map[string]*held
 	calm := !pressed
-	for i, sh := range shares {
+	for i := range shares {
+		sh := &shares[i]
 		want := Limit{sh.RateNanos, sh.Burst}
-		has, told := even, false
-		if e != nil {
-			if h, ok := e.held[sh.Gateway]; ok {
-				has, told = h.Limit, true
-				if now.Sub(h.at) < settleIn {
-					uses = without(uses, sh.Gateway) // its reports may be from before it heard
-				}
-			}
+		h := e.part(sh.Gateway, even, s.At)
+		has, slack, late := h.Limit, int64(1), false
+		if h.told {
+			slack = 0
+			late = h.grant > h.granted && now.Sub(h.at) >= repeatIn
 		}
-		if u := newest(uses, sh.Gateway); u != nil {
+		if u := newest(f.Uses, sh.Gateway); u != nil && (!h.told || now.Sub(h.at)-u.Age >= hearIn) { // else its report may be from before it heard
 			has = u.Enforced
 		}
 		if !near(want, even, 1) {
 			calm = false
 		}
-		slack := int64(0)
-		if !told {
-			slack = 1
-		}
-		if near(has, want, slack) && (told || !pressed) {
+		if near(has, want, slack) && (h.told || !pressed) && sh.Grant == 0 && !late {
 			continue
 		}
 		if tell == nil {
-			tell = make(map[string]held)
+			tell = make(map[string]*held)
 		}
-		tell[sh.Gateway] = held{want, reasons[i], now}
+		tell[sh.Gateway] = e.tell(s, sh, reasons[i], len(fleet), now)
 	}
-	if e == nil {
+	if !known {
 		if len(tell) == 0 {
 			return nil
 		}
-		e = a.remember(s, now)
+		made := a.remember(s, now)
+		e.state, e.asked = made.state, made.asked
+		a.keys[s.Key] = e
 	}
+	a.await(e, s, shares, now)
 	limited := e.state.Limit == s.Limit
 	e.state, e.asked = *s, now
-	maps.Copy(e.held, tell)
 	switch {
 	case !calm || !limited:
 		e.calm = time.Time{}
@@ -530,10 +835,37 @@ func (a *Aggregator) changes(s *KeyState, uses []Use, fleet []string, now time.T
 	case now.Sub(e.calm) >= calmFor:
 		delete(a.keys, s.Key)
 	}
-	if len(e.held) == 0 {
+	if !slices.ContainsFunc(slices.Collect(maps.Values(e.held)), func(h *held) bool { return h.told }) {
 		delete(a.keys, s.Key)
 	}
 	return tell
+}
+
+// await notes whose turn it was, and when the next token of a key is there if a gateway waits for one. mu is held.
+func (a *Aggregator) await(e *entry, s *KeyState, shares []Share, now time.Time) {
+	delete(a.waiting, s.Key)
+	if !e.byGrants(s.Limit, len(shares)) {
+		return
+	}
+	free, hungry := s.LevelMicros, false
+	for i := range shares {
+		sh := &shares[i]
+		holds := e.part(sh.Gateway, evenShare(s.Limit, len(shares)), s.At).holds(s.At)
+		free -= holds
+		hungry = hungry || sh.Burst > 0 && holds < 1e6
+		if sh.Grant > 0 {
+			e.last = sh.Gateway
+		}
+	}
+	if !hungry || s.Limit.RateNanos <= 0 {
+		return
+	}
+	wait := time.Duration(min(float64(max(1e6-free, 0))/float64(s.Limit.RateNanos)*1e12, float64(time.Hour))) // µtokens by nanotokens per second
+	a.waiting[s.Key] = now.Add(max(wait+time.Millisecond, 5*time.Millisecond))
+	select {
+	case a.wake <- struct{}{}:
+	default:
+	}
 }
 
 // remember makes an entry for a key. When there are too many another is forgotten, which costs a message at most: gateways say
@@ -545,7 +877,7 @@ func (a *Aggregator) remember(s *KeyState, asked time.Time) *entry {
 			break
 		}
 	}
-	e := &entry{state: *s, asked: asked, held: make(map[string]held)}
+	e := &entry{state: *s, asked: asked, held: make(map[string]*held)}
 	a.keys[s.Key] = e
 	return e
 }
@@ -561,30 +893,6 @@ func (a *Aggregator) cast(ctx context.Context, gateway string, u *schemas.Thrott
 	}
 }
 
-// share divides the limit of s between the gateways of fleet, which is in order, and says why.
-func share(s *KeyState, fleet []string) ([]Share, []string) {
-	demands := make([]Demand, len(fleet))
-	reasons := make([]string, len(fleet))
-	for i, g := range fleet {
-		demands[i].Gateway = g
-		reasons[i] = "newcomer"
-	}
-	for _, d := range s.Demands {
-		if i, ok := slices.BinarySearch(fleet, d.Gateway); ok && d.RateNanos > 0 {
-			d.RateNanos = coarse(d.RateNanos)
-			demands[i], reasons[i] = d, "demand"
-		}
-	}
-	limit := s.Limit
-	if s.LevelMicros < 0 {
-		limit = limit.Repaying(-s.LevelMicros)
-		for i := range reasons {
-			reasons[i] = "debt"
-		}
-	}
-	return Allocate(limit, demands), reasons
-}
-
 // pressed says whether gateways ask for the whole limit, or have spent more.
 func (s *KeyState) pressed() bool {
 	var sum int64
@@ -596,13 +904,14 @@ func (s *KeyState) pressed() bool {
 	return s.LevelMicros < 0
 }
 
-func (s *KeyState) share(h held) schemas.Share {
+func (s *KeyState) share(h *held) schemas.Share {
 	level := s.LevelMicros / 1e6
 	if s.LevelMicros%1e6 < 0 {
 		level-- // any debt shows
 	}
 	return schemas.Share{Rule: s.Key.Rule, Key: s.Key.Key, Version: s.Version, RateNanos: h.RateNanos, Burst: h.Burst,
-		LimitRateNanos: s.Limit.RateNanos, LimitBurst: s.Limit.Burst, Reason: h.reason, Level: level}
+		LimitRateNanos: s.Limit.RateNanos, LimitBurst: s.Limit.Burst, Reason: h.reason, Level: level,
+		Granted: h.granted, Grant: h.grant}
 }
 
 // near says whether a change of share is too small to tell: under 2 % in rate and burst, or a difference of slack in a burst
@@ -641,8 +950,4 @@ func newest(uses []Use, gateway string) *Use {
 		}
 	}
 	return nil
-}
-
-func without(uses []Use, gateway string) []Use {
-	return slices.DeleteFunc(slices.Clone(uses), func(u Use) bool { return u.Gateway == gateway })
 }

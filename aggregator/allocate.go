@@ -6,6 +6,7 @@ import (
 	"math/bits"
 	"slices"
 	"strings"
+	"time"
 )
 
 // Limit is what all gateways together may spend of one key.
@@ -26,6 +27,13 @@ type Share struct {
 	Gateway   string
 	RateNanos int64
 	Burst     int64
+	Grant     int64 // tokens that move to it now, from what nobody holds
+}
+
+// Part is what the centre knows of one gateway: what it asks for and what it holds.
+type Part struct {
+	Demand
+	HeldMicros int64 // millionths of a token that it holds, with what is on its way to it
 }
 
 const (
@@ -47,6 +55,109 @@ func (l Limit) Repaying(debtMicros int64) Limit {
 	floor := max(l.RateNanos/debtFloor, 1)
 	cut := saturatingMul(debtMicros, 1000/debtSeconds) // µtokens over seconds, in nanotokens per second
 	return Limit{RateNanos: max(l.RateNanos-min(cut, l.RateNanos), floor), Burst: l.Burst}
+}
+
+// Divide divides a key between gateways. The tokens that gateways hold are a partition of the central bucket: what they hold is
+// cut to their shares, and what the bucket then has beyond that is free, and moves to those that ask. When gateways hold more than
+// the bucket has, its limit is divided at a lower rate until they do not.
+//
+// Shares come sorted by gateway and depend on nothing but the arguments. Differences below a slack move no tokens, so that the noise
+// of measurements does not.
+func Divide(l Limit, levelMicros int64, parts []Part) []Share {
+	parts = slices.Clone(parts)
+	slices.SortFunc(parts, func(a, b Part) int { return strings.Compare(a.Gateway, b.Gateway) })
+	demands := make([]Demand, len(parts))
+	for i := range parts {
+		demands[i] = parts[i].Demand
+	}
+	shares := Allocate(l, demands)
+	free := levelMicros
+	for i := range parts {
+		free -= parts[i].kept(&shares[i])
+	}
+	slack := l.slackMicros()
+	if free < -slack {
+		for i, s := range Allocate(l.Repaying(-free-slack), demands) {
+			shares[i].RateNanos = s.RateNanos
+		}
+	}
+	if free < slack {
+		return shares
+	}
+	rooms := make([]int64, len(parts)) // whole tokens that fit
+	var sum int64
+	for i := range parts {
+		if parts[i].RateNanos > 0 {
+			rooms[i] = max(shares[i].Burst-(parts[i].kept(&shares[i])+999_999)/1e6, 0)
+			sum += rooms[i]
+		}
+	}
+	left := min(free/1e6, sum)
+	for i := range rooms {
+		if rooms[i] > 0 {
+			shares[i].Grant = mulDiv(left, rooms[i], sum)
+			left -= shares[i].Grant
+			sum -= rooms[i]
+		}
+	}
+	return shares
+}
+
+// kept is what a gateway still holds under its next share, in millionths of a token.
+func (p *Part) kept(s *Share) int64 { return min(max(p.HeldMicros, 0), saturatingMul(s.Burst, 1e6)) }
+
+// slackMicros is how far what gateways hold and what the bucket has may be apart before tokens move: five milliseconds'
+// worth, which is less than the time between two reports, and a token at least.
+func (l Limit) slackMicros() int64 { return max(l.RateNanos/1e3/200, 1e6) }
+
+// Grant divides a key by grants alone: nobody refills by itself, and whole tokens that are free move to gateways that run out of
+// them, as many as last for the time given. It is for limits too small to be cut into rates, and for those that are to be kept
+// to the token. When there are too few they go, one each, to those that come after the last gateway that had one; who asks for
+// nothing gives back what it holds.
+func Grant(l Limit, levelMicros int64, parts []Part, lasting time.Duration, last string) []Share {
+	parts = slices.Clone(parts)
+	slices.SortFunc(parts, func(a, b Part) int { return strings.Compare(a.Gateway, b.Gateway) })
+	shares := make([]Share, len(parts))
+	need := make([]int64, len(parts))
+	free := levelMicros
+	var hungry []int
+	for i := range parts {
+		p, s := &parts[i], &shares[i]
+		s.Gateway = p.Gateway
+		if p.RateNanos > 0 {
+			block := min(max(mulDiv(min(p.RateNanos, l.RateNanos), lasting.Milliseconds(), 1000)/1e9, 1), max(l.Burst, 1))
+			s.Burst = max(block, min((p.HeldMicros+999_999)/1e6, 2*block))
+			if p.HeldMicros <= block*1e6/2 {
+				need[i] = block - p.HeldMicros/1e6
+				hungry = append(hungry, i)
+			}
+		}
+		free -= p.kept(s)
+	}
+	// round robin: the last to have had one is the last to have the next
+	slices.SortStableFunc(hungry, func(i, j int) int {
+		a, b := parts[i].Gateway > last, parts[j].Gateway > last
+		switch {
+		case a == b:
+			return 0
+		case a:
+			return -1
+		}
+		return 1
+	})
+	for left := free / 1e6; left > 0 && len(hungry) > 0; {
+		each, still := max(left/int64(len(hungry)), 1), hungry[:0]
+		for _, i := range hungry {
+			n := min(need[i]-shares[i].Grant, each, left)
+			shares[i].Grant += n
+			left -= n
+			if shares[i].Grant < need[i] {
+				still = append(still, i)
+			}
+		}
+		hungry = still
+	}
+	return shares
 }
 
 // Allocate divides l between gateways. Shares add up to l exactly, come sorted by gateway, and depend on nothing but the

@@ -30,6 +30,23 @@ type Fold struct {
 	Key   Key
 	Limit Limit // in force from now on
 	Uses  []Use
+
+	Outstanding int64   // tokens that gateways hold of a key that is kept by grants: the bucket may be so much fuller than its burst
+	Bounds      *Bounds // of the level afterwards; nil for none
+
+	consistency string // of the rule; not for the counter
+}
+
+// Bounds are those of a level, in millionths of a token.
+type Bounds struct{ LeastMicros, MostMicros int64 }
+
+// Lag is how long what a fold charges was in use: what was refilled meanwhile paid for it.
+func (f *Fold) Lag() time.Duration {
+	lag := time.Duration(0)
+	for i := range f.Uses {
+		lag = max(lag, f.Uses[i].Lag)
+	}
+	return lag
 }
 
 // Use is what one incarnation of one gateway's bucket used, merged over a batch.
@@ -41,12 +58,20 @@ type Use struct {
 	Cum         uint64        // tokens taken in this incarnation
 	From        uint64        // Cum before the first of these reports: an incarnation that the counter does not know is charged from here
 	Settled     uint64        // Cum of reports that are too old to charge: they are counted in the total only
-	DemandNanos int64         // tokens taken and refused, in billionths per second
+	DemandNanos int64         // tokens taken and refused, in billionths per second: the mean over Span
+	SureNanos   int64         // as much of it as is not chance
+	Span        time.Duration // that these reports look back on
+	Lag         time.Duration // the same, but of each report no more than lagMax: use may have been at the end of a long one
 	Window      time.Duration // how long this demand holds: what the newest report looks back on, and a little
-	Enforced    Limit         // what the gateway enforced, by its newest report; not for the counter
+
+	// By the newest report, and not for the counter:
+	Enforced Limit  // what the gateway enforced
+	Tokens   int64  // that it held
+	Granted  uint64 // sum of the grants that it has taken
+	Sealed   time.Time
+	Age      time.Duration // how long ago that was, as far as it can be told
 
 	asked uint64
-	span  time.Duration
 }
 
 // KeyState is a key's global bucket.
@@ -57,6 +82,7 @@ type KeyState struct {
 	Version     uint64   // grows with every fold, also over a loss of the counter's memory
 	At          int64    // µs by the counter's clock
 	Demands     []Demand // of every gateway that asked lately, in no order
+	New         bool     // there was no such key before
 	Lost        bool     // part of the state was missing or unreadable and has been made good
 }
 
@@ -68,11 +94,13 @@ const (
 
 // Timing of demand. A gateway reports a pressed key every tenth of a second: when it ceases to, its load has gone elsewhere.
 const (
-	demandGrace    = 100 * time.Millisecond // a demand holds for its report's window and this …
-	demandHalfLife = 200 * time.Millisecond // … then halves each time …
-	demandForgets  = 10 * demandHalfLife    // … and after this it is none
+	demandGrace    = 50 * time.Millisecond  // a demand holds for its report's window and this …
+	demandHalfLife = 100 * time.Millisecond // … then halves each time …
+	demandForgets  = 20 * demandHalfLife    // … and after this it is none
+	demandBlend    = 200 * time.Millisecond // a mean over this long counts as much as what was known before
 	demandHoldMax  = 10 * time.Second       // of a longer window
-	demandSpanMin  = 100 * time.Millisecond // a shorter window says nothing of a rate
+	lagMax         = 150 * time.Millisecond // a bucket that is much used is reported more often than this
+	demandSpanMin  = 10 * time.Millisecond  // a shorter window says nothing of a rate
 	demandSpanNone = time.Second            // for a report that does not tell its window
 )
 
@@ -119,11 +147,11 @@ func merge(items []schemas.Delivered[*schemas.Report], late time.Time) []Fold {
 // shared says whether t is of a bucket whose limit gateways share: enforced, limited, and not the guard, which protects one
 // gateway each.
 func shared(t *schemas.Tokens) bool {
-	return (t.Mode == "" || t.Mode == "enforce") && t.Layer != "guard" && t.LimitRateNanos > 0 && t.LimitBurst > 0
+	return (t.Mode == "" || t.Mode == "enforce") && t.Layer != "guard" && t.Consistency != "local" && t.LimitRateNanos > 0 && t.LimitBurst > 0
 }
 
 func (f *Fold) add(r *schemas.Report, t *schemas.Tokens, late bool) {
-	f.Limit = Limit{t.LimitRateNanos, t.LimitBurst}
+	f.Limit, f.consistency = Limit{t.LimitRateNanos, t.LimitBurst}, t.Consistency
 	var u *Use
 	for i := range f.Uses {
 		if v := &f.Uses[i]; v.Gateway == r.Gateway && v.Boot == r.Boot && v.Incarnation == t.Incarnation {
@@ -144,12 +172,14 @@ func (f *Fold) add(r *schemas.Report, t *schemas.Tokens, late bool) {
 	}
 	u.asked += t.Taken + t.Refused
 	if t.Window > 0 {
-		u.span += t.Window
+		u.Span += t.Window
+		u.Lag += min(t.Window, lagMax)
 	} else {
-		u.span += demandSpanNone
+		u.Span += demandSpanNone
 	}
 	if r.Seq >= u.Seq {
 		u.Seq, u.Window, u.Enforced = r.Seq, min(t.Window, demandHoldMax)+demandGrace, Limit{t.RateNanos, t.Capacity}
+		u.Tokens, u.Granted, u.Sealed = t.TokensLast, t.Granted, r.SealedAt
 	}
 }
 
@@ -158,9 +188,17 @@ func (f *Fold) add(r *schemas.Report, t *schemas.Tokens, late bool) {
 func (u *Use) finish(l Limit) {
 	u.From = max(u.From, u.Settled)
 	if u.asked > 0 {
-		rate := float64(u.asked) / max(u.span, demandSpanMin).Seconds() * 1e9
-		u.DemandNanos = int64(min(max(rate, 1), float64(l.RateNanos), MaxRateNanos))
+		n, per := float64(u.asked)*1e9, max(u.Span, demandSpanMin).Seconds()
+		most := float64(min(l.RateNanos, MaxRateNanos))
+		u.DemandNanos = int64(min(max(n/per, 1), most))
+		u.SureNanos = int64(min(max(n-2e9*math.Sqrt(float64(u.asked)), 0)/per, most)) // of requests that come at random, 98 in 100 times
 	}
+}
+
+// Blend is a demand after a mean over a span of µs has come to what is left of the one before, in any unit; sure counts at once.
+func Blend(was, mean, sure, micros int64) int64 {
+	weight := 1 - math.Pow(0.5, float64(micros)/float64(demandBlend.Microseconds()))
+	return max(int64(math.Floor(float64(was)+float64(mean-was)*weight)), sure, 1)
 }
 
 // Fade is what is left of a demand, in any unit, that ceased µs ago. Before it ceases it holds.

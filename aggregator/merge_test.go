@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"math"
 	"strconv"
 	"testing"
 	"time"
@@ -26,24 +27,24 @@ func TestMerge(t *testing.T) {
 		want  Use
 	}{
 		{"one", []schemas.Delivered[*schemas.Report]{report(1, 10, 5, 10, 100*ms, 0)},
-			Use{Seq: 1, Cum: 10, From: 0, DemandNanos: 150e9, Window: 200 * ms, Enforced: Limit{1, 3}}},
+			Use{Seq: 1, Cum: 10, From: 0, DemandNanos: 150e9, Span: 100 * ms, Lag: 100 * ms, Window: 150 * ms, Enforced: Limit{1, 3}}},
 		{"in order", []schemas.Delivered[*schemas.Report]{report(1, 10, 0, 10, 100*ms, 0), report(2, 5, 15, 15, 200*ms, 0)},
-			Use{Seq: 2, Cum: 15, From: 0, DemandNanos: 100e9, Window: 300 * ms, Enforced: Limit{2, 3}}},
+			Use{Seq: 2, Cum: 15, From: 0, DemandNanos: 100e9, Span: 300 * ms, Lag: 250 * ms, Window: 250 * ms, Enforced: Limit{2, 3}}},
 		{"out of order", []schemas.Delivered[*schemas.Report]{report(2, 5, 15, 15, 200*ms, 0), report(1, 10, 0, 10, 100*ms, 0)},
-			Use{Seq: 2, Cum: 15, From: 0, DemandNanos: 100e9, Window: 300 * ms, Enforced: Limit{2, 3}}},
+			Use{Seq: 2, Cum: 15, From: 0, DemandNanos: 100e9, Span: 300 * ms, Lag: 250 * ms, Window: 250 * ms, Enforced: Limit{2, 3}}},
 		{"twice, and a window too short for a rate", []schemas.Delivered[*schemas.Report]{report(7, 10, 0, 90, 10*ms, 0), report(7, 10, 0, 90, 10*ms, 0)},
-			Use{Seq: 7, Cum: 90, From: 80, DemandNanos: 100e9, Window: 110 * ms, Enforced: Limit{7, 3}}},
+			Use{Seq: 7, Cum: 90, From: 80, DemandNanos: 1000e9, Span: 10 * ms, Lag: 10 * ms, Window: 60 * ms, Enforced: Limit{7, 3}}},
 		{"no window", []schemas.Delivered[*schemas.Report]{report(1, 10, 0, 10, 0, 0)},
-			Use{Seq: 1, Cum: 10, From: 0, DemandNanos: 10e9, Window: 100 * ms, Enforced: Limit{1, 3}}},
+			Use{Seq: 1, Cum: 10, From: 0, DemandNanos: 10e9, Span: time.Second, Lag: 0, Window: 50 * ms, Enforced: Limit{1, 3}}},
 		{"a long window", []schemas.Delivered[*schemas.Report]{report(1, 0, 60, 10, time.Minute, 0)},
-			Use{Seq: 1, Cum: 10, From: 10, DemandNanos: 1e9, Window: 10*time.Second + 100*ms, Enforced: Limit{1, 3}}},
+			Use{Seq: 1, Cum: 10, From: 10, DemandNanos: 1e9, Span: time.Minute, Lag: 150 * ms, Window: 10*time.Second + 50*ms, Enforced: Limit{1, 3}}},
 		{"late", []schemas.Delivered[*schemas.Report]{report(1, 10, 5, 10, 100*ms, time.Minute)}, Use{Cum: 10, From: 10, Settled: 10}},
 		{"late, then not", []schemas.Delivered[*schemas.Report]{report(1, 10, 5, 10, 100*ms, time.Minute), report(2, 5, 0, 15, 100*ms, 0)},
-			Use{Seq: 2, Cum: 15, From: 10, Settled: 10, DemandNanos: 50e9, Window: 200 * ms, Enforced: Limit{2, 3}}},
+			Use{Seq: 2, Cum: 15, From: 10, Settled: 10, DemandNanos: 50e9, Span: 100 * ms, Lag: 100 * ms, Window: 150 * ms, Enforced: Limit{2, 3}}},
 		{"more than the whole limit", []schemas.Delivered[*schemas.Report]{report(1, 0, schemas.MaxCount, 0, 100*ms, 0)},
-			Use{Seq: 1, DemandNanos: 1e12, Window: 200 * ms, Enforced: Limit{1, 3}}},
+			Use{Seq: 1, DemandNanos: 1e12, Span: 100 * ms, Lag: 100 * ms, Window: 150 * ms, Enforced: Limit{1, 3}}},
 		{"taken more than ever", []schemas.Delivered[*schemas.Report]{report(1, 10, 0, 3, 100*ms, 0)},
-			Use{Seq: 1, Cum: 3, From: 0, DemandNanos: 100e9, Window: 200 * ms, Enforced: Limit{1, 3}}},
+			Use{Seq: 1, Cum: 3, From: 0, DemandNanos: 100e9, Span: 100 * ms, Lag: 100 * ms, Window: 150 * ms, Enforced: Limit{1, 3}}},
 	} {
 		tc.want.Gateway, tc.want.Boot = "g1", "b"
 		folds := merge(tc.items, now.Add(-30*time.Second))
@@ -52,7 +53,10 @@ func TestMerge(t *testing.T) {
 			continue
 		}
 		got := folds[0].Uses[0]
-		got.asked, got.span = 0, 0
+		if want := float64(got.asked) - 2*math.Sqrt(float64(got.asked)); got.Seq > 0 && tc.want.DemandNanos < 1e12 && math.Abs(float64(got.SureNanos)-max(want, 0)/max(got.Span, 10*ms).Seconds()*1e9) > 1 {
+			t.Errorf("%s: sure of %d, want %.1f in %v", tc.name, got.SureNanos, want, got.Span)
+		}
+		got.asked, got.SureNanos = 0, 0
 		if got != tc.want {
 			t.Errorf("%s: use\n got %+v\nwant %+v", tc.name, got, tc.want)
 		}

@@ -350,7 +350,8 @@ func (e *Enforcer) heat(sh *shard, g *segment, s *slot, at uint64, w uint32, r *
 	if half := left*2 <= burst && (left+n)*2 > burst; unknown && half || r.eager && low && (left+n)*4 > burst {
 		e.signal()
 	}
-	if w&hot == 0 && (unknown || low) {
+	busy := r.eager && int64(s.taken)*8 >= burst
+	if w&hot == 0 && (unknown || low || busy) {
 		sh.heat(g, at)
 		w |= hot
 	}

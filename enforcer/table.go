@@ -74,7 +74,7 @@ func (s *slot) set(b bucket.State) { s.tokens, s.rem, s.at = uint32(b.Tokens), b
 
 // wakeful is as much of the time before a bucket was touched as counts for the rate of its use: a key that was idle for long and
 // is pressed now must not look as if it had been pressed all the while a little.
-const wakeful = 100 // ms
+const wakeful = 30 // ms
 
 // wake notes the first use since the last report.
 func (s *slot) wake(now int64) {

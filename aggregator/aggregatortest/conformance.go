@@ -17,7 +17,7 @@ func Counter(t *testing.T, open func(t *testing.T) aggregator.Counter) {
 	limit := aggregator.Limit{RateNanos: 1_000_000_000 / 3600, Burst: 100} // 100 an hour at once, then 1 an hour
 	key := aggregator.Key{Rule: "contract", Key: "acme"}
 	use := func(gateway string, seq, cum, taken uint64) aggregator.Use {
-		return aggregator.Use{Gateway: gateway, Boot: "b1", Seq: seq, Cum: cum, From: cum - taken, DemandNanos: 5e9, Window: time.Second}
+		return aggregator.Use{Gateway: gateway, Boot: "b1", Seq: seq, Cum: cum, From: cum - taken, DemandNanos: 5e9, Span: 100 * time.Millisecond, Window: time.Second}
 	}
 	one := func(t *testing.T, c aggregator.Counter, k aggregator.Key, l aggregator.Limit, uses ...aggregator.Use) aggregator.KeyState {
 		t.Helper()
@@ -96,7 +96,7 @@ func Counter(t *testing.T, open func(t *testing.T) aggregator.Counter) {
 			t.Errorf("demand after the same report = %d, want 5e9", d.RateNanos)
 		}
 		high := use("g1", 2, 10, 0)
-		high.DemandNanos = 50e9
+		high.DemandNanos, high.SureNanos = 60e9, 50e9
 		if d := demandOf(one(t, c, key, limit, high), "g1"); d.RateNanos != 50e9 || d.Since != s.At {
 			t.Errorf("demand after a higher one = %+v, want 50e9 since %d", d, s.At)
 		}

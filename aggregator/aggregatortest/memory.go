@@ -105,35 +105,45 @@ func (m *Memory) fold(f *aggregator.Fold, now int64) aggregator.KeyState {
 		limit = b.limit
 	}
 	full := limit.Burst * 1e6
-	if b == nil {
+	fresh := b == nil
+	if fresh {
 		b = &bucket{level: full, at: now, marks: make(map[incarnation]*mark), demand: make(map[string]*demand)}
 		m.keys[f.Key] = b
 	}
 	b.limit = limit
-	if dt := now - b.at; dt > 0 && b.level < full {
+	brim := full + min(max(f.Outstanding, 0), aggregator.MaxBurst)*1e6
+	lag := min(max(now-b.at, 0), f.Lag().Microseconds())
+	lid := brim + lag*(limit.RateNanos/1e9) + lag*(limit.RateNanos%1e9)/1e9 // what is used and told later was refilled meanwhile
+	if dt := now - b.at; dt > 0 && b.level < lid {
 		earned := new(big.Int).Mul(big.NewInt(dt), big.NewInt(limit.RateNanos))
 		earned.Add(earned, big.NewInt(b.frac))
 		rest := new(big.Int)
 		earned.DivMod(earned, big.NewInt(1e9), rest)
-		if earned.Cmp(big.NewInt(full-b.level)) >= 0 {
-			b.level = full
+		if earned.Cmp(big.NewInt(lid-b.level)) >= 0 {
+			b.level = lid
 		} else {
 			b.level, b.frac = b.level+earned.Int64(), rest.Int64()
 		}
 	}
-	if b.level >= full {
-		b.level, b.frac = full, 0
+	if b.level >= lid {
+		b.level, b.frac = lid, 0
 	}
 	b.at = now
 	for i := range f.Uses {
 		b.use(&f.Uses[i], now)
 	}
+	if b.level >= brim {
+		b.level, b.frac = brim, 0
+	}
+	if f.Bounds != nil {
+		b.level = max(min(b.level, f.Bounds.MostMicros), min(f.Bounds.LeastMicros, brim))
+	}
 	speed := float64(limit.RateNanos) / 1e9
-	b.level = max(b.level, -int64(math.Min(float64(full)+5e6*speed, 4e15)))
+	b.level = max(b.level, -int64(math.Min(float64(brim)+math.Floor(5e6*speed), 4e15)))
 	b.version = max(b.version+1, now)
-	b.expires = now + 1000*int64(math.Min(math.Ceil(float64(full-b.level)/speed/1000)+60000, 4e10))
+	b.expires = now + 1000*int64(math.Min(math.Ceil(float64(max(full-b.level, 0))/speed/1000)+60000, 4e10))
 
-	s := aggregator.KeyState{Key: f.Key, Limit: f.Limit, LevelMicros: b.level, Version: uint64(b.version), At: now}
+	s := aggregator.KeyState{Key: f.Key, Limit: f.Limit, LevelMicros: b.level, Version: uint64(b.version), At: now, New: fresh}
 	if f.Limit == (aggregator.Limit{}) {
 		s.Limit = limit
 	}
@@ -173,12 +183,11 @@ func (b *bucket) use(u *aggregator.Use, now int64) {
 	}
 	d := b.demand[u.Gateway]
 	asked := max(u.DemandNanos/1000, 1)
-	switch {
-	case d == nil || now-d.until > 2e6:
+	if d == nil || now-d.until > 2e6 {
 		d = &demand{since: now}
 		b.demand[u.Gateway] = d
-	case asked < aggregator.Fade(d.micros, now-d.until):
-		return // the old one fades on
+	} else {
+		asked = aggregator.Blend(aggregator.Fade(d.micros, now-d.until), asked, u.SureNanos/1000, u.Span.Microseconds())
 	}
 	d.micros, d.until = asked, now+u.Window.Microseconds()
 }

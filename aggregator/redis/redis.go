@@ -36,8 +36,8 @@ var ErrUnreachable = errors.New("redis is unreachable")
 
 const (
 	liveFor  = time.Minute // a mark in the index of live keys holds this long
-	argsHead = 3           // arguments of a fold
-	argsUse  = 8           // arguments of a use
+	argsHead = 7           // arguments of a fold
+	argsUse  = 10          // arguments of a use
 )
 
 // The client logs to standard error what it also returns.
@@ -139,7 +139,7 @@ func (c *Counter) failed(err error) error {
 	_, isReply := errors.AsType[redis.Error](err)
 	switch text := err.Error(); {
 	case strings.HasPrefix(text, "NOAUTH"), strings.HasPrefix(text, "WRONGPASS"), strings.Contains(text, "invalid username-password pair"),
-		strings.HasPrefix(text, "ERR AUTH"):
+		strings.HasPrefix(text, "ERR AUTH"), strings.Contains(text, "unauthenticated"):
 		return fmt.Errorf("redis %s: %w: wrong or missing password", c.addr, ErrUnreachable)
 	case !isReply:
 		return fmt.Errorf("redis %s: %w: %w", c.addr, ErrUnreachable, err)
@@ -248,7 +248,11 @@ func (c *Counter) args(folds []aggregator.Fold) []any {
 			rate = strconv.FormatInt(min(max(f.Limit.RateNanos, 1), aggregator.MaxRateNanos), 10)
 			burst = strconv.FormatInt(min(max(f.Limit.Burst, 0), aggregator.MaxBurst), 10)
 		}
-		args = append(args, rate, burst, len(f.Uses))
+		least, most := "", ""
+		if f.Bounds != nil {
+			least, most = strconv.FormatInt(f.Bounds.LeastMicros, 10), strconv.FormatInt(f.Bounds.MostMicros, 10)
+		}
+		args = append(args, rate, burst, min(max(f.Outstanding, 0), aggregator.MaxBurst), f.Lag().Microseconds(), least, most, len(f.Uses))
 		for j := range f.Uses {
 			u := &f.Uses[j]
 			inc := strconv.FormatUint(uint64(u.Incarnation), 10)
@@ -257,7 +261,7 @@ func (c *Counter) args(folds []aggregator.Fold) []any {
 				demand = max(demand, 1)
 			}
 			args = append(args, "c:"+u.Gateway+":"+u.Boot+":"+inc, u.Gateway, min(u.Seq, 1<<53-1), u.Cum, u.From, u.Settled,
-				demand, u.Window.Microseconds())
+				demand, u.SureNanos/1000, u.Span.Microseconds(), u.Window.Microseconds())
 		}
 	}
 	return args
@@ -298,7 +302,7 @@ func decode(s *aggregator.KeyState, v any) error {
 	if !ok1 || !ok2 || !ok3 {
 		return fmt.Errorf("script returned %v", state)
 	}
-	s.LevelMicros, s.Version, s.Lost = level, uint64(version), state[2] == int64(1)
+	s.LevelMicros, s.Version, s.Lost, s.New = level, uint64(version), state[2] == int64(1), state[2] == int64(2)
 	if len(state) == 6 { // a look
 		rate, _ := state[4].(string)
 		burst, _ := state[5].(string)

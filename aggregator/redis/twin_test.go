@@ -54,6 +54,13 @@ func twin(t *testing.T, url string, steps int, restart func() error) {
 		var folds []aggregator.Fold
 		for _, k := range rng.Perm(len(keys))[:1+rng.IntN(len(keys))] {
 			f := aggregator.Fold{Key: keys[k], Limit: limits[inForce[k]]}
+			switch rng.IntN(10) {
+			case 0:
+				f.Outstanding = rng.Int64N(2 * f.Limit.Burst)
+			case 1:
+				least := rng.Int64N(3e6*f.Limit.Burst) - 1e6*f.Limit.Burst
+				f.Bounds = &aggregator.Bounds{LeastMicros: least, MostMicros: least + rng.Int64N(1e6*f.Limit.Burst)}
+			}
 			for g := range []int{1, 2, 3, 9}[rng.IntN(4)] { // nine are folded in another way
 				gateway := fmt.Sprint("g", g)
 				id := fmt.Sprint(k, gateway)
@@ -74,7 +81,8 @@ func twin(t *testing.T, url string, steps int, restart func() error) {
 				l.seq++
 				l.cum += taken
 				u := aggregator.Use{Gateway: gateway, Boot: fmt.Sprint("boot", boots[id]), Incarnation: uint32(l.inc), Seq: l.seq, Cum: l.cum, From: l.cum - taken,
-					DemandNanos: rng.Int64N(1_000_000_000_000), Window: time.Duration(rng.IntN(100)) * time.Millisecond}
+					DemandNanos: rng.Int64N(1_000_000_000_000), SureNanos: rng.Int64N(2) * rng.Int64N(1_000_000_000_000),
+					Span: time.Duration(rng.IntN(300)) * time.Millisecond, Lag: time.Duration(rng.IntN(100)) * time.Millisecond, Window: time.Duration(rng.IntN(100)) * time.Millisecond}
 				switch rng.IntN(20) {
 				case 0:
 					u.Settled, u.From, u.Seq, u.DemandNanos = l.cum, l.cum, 0, 0 // too old to charge

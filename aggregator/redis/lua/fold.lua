@@ -2,10 +2,12 @@
 --
 -- KEYS   one hash per key. In a cluster one key a call; elsewhere many, so that one call costs one TIME and one dispatch.
 -- ARGV   for each key: rate (billionths of a token per second, '' leaves the limit and does not make the key), burst (tokens),
---        number of uses; for each use: mark field, gateway, seq (0 leaves the demand), cum, from, settled, demand (millionths of a
---        token per second), window (µs). Meaning: aggregator.Use.
+--        outstanding (tokens), lag (µs), least and most (µtokens, '' for no
+--        matter), number of uses; for each use: mark field, gateway, seq (0 leaves the
+--        demand), cum, from, settled, demand and what is sure of it (millionths of a token per second), span and window (µs).
+--        Meaning: aggregator.Fold and aggregator.Use.
 -- RESULT {now µs, state of each key}; a state is false for a key that is not there, else
---        {level µtokens, version, 1 if state was lost, demands, and of a look the limit's rate and burst}.
+--        {level µtokens, version, 1 if state was lost or 2 if there was none, demands, and of a look the limit's rate and burst}.
 --        Numbers are whole and below 2^53, so none is cut on its way through a double. The total is not among them: HGET n.
 -- ATOMIC the whole call. Limit, level, clock, marks and total of a key are in one hash: they change, expire and are lost in a
 --        failover together, and a replay of the reports then repairs exactly.
@@ -15,9 +17,9 @@
 -- Fields: r b limit · l level, may be negative (debt) · f billionths of a µtoken earned and not yet credited, so that slow rates lose
 -- nothing (absent: 0) · t µs of the last refill · v version, where it is ahead of t · n total (HINCRBY: it may pass 2^53)
 -- d demands ";GATEWAY demand until since;…" · c:GATEWAY:BOOT:INCARNATION mark "cum seq", and since when unused if pruning saw it.
--- A damaged field is made good: level anew from a full bucket, time from now. Debt is at most the burst and five seconds of the rate.
+-- A damaged field is made good: level anew from a full bucket, time from now. Debt is at most the burst, what is outstanding, and five seconds of the rate.
 -- A number becomes text once, and text is passed on as it came: that is much of what this script costs.
-local HOUR, DAY, HALF = 3600000000, 86400000000, 200000 -- µs; a demand halves in HALF and is none after ten
+local HOUR, DAY, HALF, BLEND = 3600000000, 86400000000, 100000, 200000 -- µs; a demand halves in HALF and is none after twenty
 local floor, max, min, format, match, find, sub, call = math.floor, math.max, math.min, string.format, string.match, string.find, string.sub, redis.call
 
 -- num returns s as a number whose whole part a double holds exactly, or nil.
@@ -55,24 +57,25 @@ end
 local function forget(d, now)
   return ';' .. string.gsub(d, '[^;]*;', function(one)
     local til = num(match(one, ' (%d+) %d+;$'))
-    if not til or now - til > 10 * HALF then return '' end
+    if not til or now - til > 20 * HALF then return '' end
   end)
 end
 
--- ask returns what is asked from now on, "demand until since": so much (a number, and as text) until then, if that is more than what
--- is left of the old demand; else the old one fades on as it is.
-local function ask(old, asked, text, til, now, stamp)
+-- ask returns what is asked from now on, "demand until since": the mean over a span has as much weight as the span is long; what is
+-- sure counts at once.
+local function ask(old, asked, sure, span, til, now, stamp)
   local q, ends, since
   if old then
     q, ends, since = match(old, '^(%d+) (%d+) (%d+)$')
     q, ends = num(q), num(ends)
   end
-  if not (q and ends) or ends > now + 60000000 or now - ends > 10 * HALF then
+  if not (q and ends) or ends > now + 60000000 or now - ends > 20 * HALF then
     since = stamp
-  elseif asked < (now > ends and floor(q * 0.5 ^ ((now - ends) / HALF)) or q) then
-    return old
+  else
+    if now > ends then q = floor(q * 0.5 ^ ((now - ends) / HALF)) end
+    asked = max(floor(q + (asked - q) * (1 - 0.5 ^ (span / BLEND))), sure, 1)
   end
-  return text .. format(' %d ', til) .. since
+  return format('%d %d ', asked, til) .. since
 end
 
 local clock = call('TIME')
@@ -83,11 +86,13 @@ local out = {now}
 local a = 1
 local rate0, burst0, full, tokens, nanos, speed -- the limit that was read last: neighbours often share one
 for k = 1, #KEYS do
-  local key, rate, burst, uses = KEYS[k], ARGV[a], ARGV[a + 1], tonumber(ARGV[a + 2])
-  a = a + 3
+  local key, rate, burst, uses = KEYS[k], ARGV[a], ARGV[a + 1], tonumber(ARGV[a + 6])
+  local outstanding, lag = tonumber(ARGV[a + 2]) * 1000000, tonumber(ARGV[a + 3])
+  local least, most = tonumber(ARGV[a + 4]), tonumber(ARGV[a + 5])
+  a = a + 7
 
   local want = {key, 'r', 'b', 'l', 'f', 't', 'v', 'd'}
-  for j = 1, min(uses, 500) do want[j + 8] = ARGV[a + (j - 1) * 8] end
+  for j = 1, min(uses, 500) do want[j + 8] = ARGV[a + (j - 1) * 10] end
   local got = redis.pcall('HMGET', unpack(want))
   local lost = 0
   if got.err then -- not a hash: whatever it is, it is not ours
@@ -106,19 +111,22 @@ for k = 1, #KEYS do
   end
   if not full then
     out[k + 1] = false
-    a = a + 8 * uses
+    a = a + 10 * uses
   else
     local level, frac, at = num(got[3]), got[4] and num(got[4]) or 0, num(got[5])
     local before = max(got[6] and num(got[6]) or 0, at or 0)
     if not (level and frac and at) then
-      if r or b or got[3] or got[4] or got[5] then lost = 1 end
+      lost = (lost == 1 or r or b or got[3] or got[4] or got[5]) and 1 or 2
       level, frac, at = level or full, 0, at or now
     end
     if frac < 0 or frac >= 1e9 then frac = 0 end
-    local dt = now - at
-    if dt > 0 and level < full then
-      if dt * speed > full - level + 2 then
-        level = full
+    -- what a report tells of was used while the bucket was refilled: for so long it is refilled beyond its brim before it is charged
+    local dt, brim = now - at, full + outstanding
+    lag = max(min(dt, lag), 0)
+    local lid = brim + lag * tokens + floor(lag * nanos / 1e9)
+    if dt > 0 and level < lid then
+      if dt * speed > lid - level + 2 then
+        level = lid
       else -- exact: every product and sum is below 2^53
         local s = floor(dt / 1e6)
         local part = s * nanos
@@ -128,7 +136,7 @@ for k = 1, #KEYS do
         level, frac = level + dt * tokens + q + carry, rest - carry * 1e9
       end
     end
-    if level >= full then level, frac = full, 0 end
+    if level >= lid then level, frac = lid, 0 end
 
     local set, n, grown, demands, crowd = {key, 't', stamp}, 3, 0, d, nil
     for j = 1, uses do
@@ -154,25 +162,25 @@ for k = 1, #KEYS do
       set[n + 1], set[n + 2] = field, mark
       n = n + 2
       if news and asked > 0 then
-        local gateway, til = ARGV[a + 1], now + tonumber(ARGV[a + 7])
+        local gateway, sure, span, til = ARGV[a + 1], tonumber(ARGV[a + 7]), tonumber(ARGV[a + 8]), now + tonumber(ARGV[a + 9])
         if uses < 8 then -- in place
           local _, head = find(demands, ';' .. gateway .. ' ', 1, true)
           if head then
             local tail = find(demands, ';', head, true) or #demands + 1
-            demands = sub(demands, 1, head) .. ask(sub(demands, head + 1, tail - 1), asked, ARGV[a + 6], til, now, stamp) .. sub(demands, tail)
+            demands = sub(demands, 1, head) .. ask(sub(demands, head + 1, tail - 1), asked, sure, span, til, now, stamp) .. sub(demands, tail)
           else
             if sub(demands, -1) ~= ';' then demands = ';' end -- empty, or damaged
-            demands = demands .. gateway .. ' ' .. ask(nil, asked, ARGV[a + 6], til, now, stamp) .. ';'
+            demands = demands .. gateway .. ' ' .. ask(nil, asked, sure, span, til, now, stamp) .. ';'
           end
         else -- apart, and put together once
           if not crowd then
             crowd = {}
             for g, v in string.gmatch(demands, ';?([^; ]+) ([^;]*)') do crowd[g] = v end
           end
-          crowd[gateway] = ask(crowd[gateway], asked, ARGV[a + 6], til, now, stamp)
+          crowd[gateway] = ask(crowd[gateway], asked, sure, span, til, now, stamp)
         end
       end
-      a = a + 8
+      a = a + 10
       if n > 1000 then -- unpack has its limit
         call('HSET', unpack(set))
         set, n = {key}, 1
@@ -185,7 +193,10 @@ for k = 1, #KEYS do
     end
     local aside = floor(at / (HOUR / 4)) ~= quarter -- four times an hour, for what need not be done each time
     if aside then demands = forget(demands, now) end
-    level = max(level, -min(full + 5e6 * speed, 4e15))
+    if level >= brim then level, frac = brim, 0 end
+    if most then level = min(level, most) end
+    if least then level = max(level, min(least, brim)) end
+    level = max(level, -min(brim + floor(5e6 * speed), 4e15))
     local version = max(before + 1, now)
     set[n + 1], set[n + 2] = 'l', format('%d', level)
     n = n + 2
@@ -209,7 +220,7 @@ for k = 1, #KEYS do
     end
     if aside then prune(key, now) end
     -- full again, and a minute for gateways that report seldom: what expires is the same as what is not there
-    call('PEXPIRE', key, format('%d', min((full - level) / speed / 1000 + 60000, 4e10)))
+    call('PEXPIRE', key, format('%d', min(max(full - level, 0) / speed / 1000 + 60000, 4e10)))
     out[k + 1] = {level, version, lost, demands, look and rate or nil, look and burst or nil}
   end
 end

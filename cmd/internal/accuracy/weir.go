@@ -27,10 +27,10 @@ const (
 	allEvery       = 2 * s
 	maxEntries     = 500
 	maxReports     = 64
-	publishTimeout = 2 * s
+	publishTimeout = 300 * ms
 	publishRetry   = 50 * ms // doubling up to the timeout
 
-	batchDelay = 20 * ms
+	batchDelay = 5 * ms
 	batchMax   = 500
 	handleWait = 100 * ms // after a failed fold …
 	handleMin  = 50 * ms  // … and this, doubling …
@@ -137,6 +137,7 @@ type gateway struct {
 	spool            []*schemas.Report
 	seq              uint64
 	flushedAt, allAt int64
+	late             bool // a flush waits for what is on its way
 	early            bool // a hot bucket waits for hotMin to pass
 	attempt          int  // at the first report of the spool
 	sending          bool
@@ -281,6 +282,9 @@ func (g *gateway) hot() {
 func (g *gateway) flush(all bool) {
 	now := g.f.w.now
 	all = all || now-g.allAt >= allEvery
+	if g.late = !all && len(g.spool) > 0; g.late {
+		return // what is hot goes out with the newest figures, not behind others
+	}
 	if all {
 		g.allAt = now
 	}
@@ -344,6 +348,9 @@ func (g *gateway) publish() {
 				return
 			}
 			g.publish()
+			if g.late && !g.gone {
+				g.hot()
+			}
 		})
 	})
 	wait := min(publishRetry<<min(g.attempt, 10), publishTimeout)
@@ -441,7 +448,8 @@ type centre struct {
 	rng     *rand.Rand
 	learned int64
 	stopped bool
-	busy    bool // the consumer is gathering or handling a batch
+	stepAt  int64 // when the next step is planned
+	busy    bool  // the consumer is gathering or handling a batch
 	casts   []cast
 }
 
@@ -498,6 +506,7 @@ func (c *centre) call(wait int64, f func()) {
 		}
 		first = end
 	}
+	c.plan()
 }
 
 // sharesPerMessage is about what fits the largest update on the wire.
@@ -517,13 +526,21 @@ func (c *centre) tell(wait int64, gateway string, u *schemas.ThrottleUpdate) {
 }
 
 // step lets the aggregator do what is due.
-func (c *centre) step() {
-	if c.stopped {
+func (c *centre) step() { c.call(c.redis(), func() { c.agg.Step(context.Background()) }) }
+
+// plan plans the next step, if it is sooner than the one that is planned.
+func (c *centre) plan() {
+	at := c.f.w.now + max(int64(c.agg.Due().Sub(c.now())), 0)
+	if c.stopped || c.stepAt > c.f.w.now && c.stepAt <= at {
 		return
 	}
-	var next time.Time
-	c.call(c.redis(), func() { next = c.agg.Step(context.Background()) })
-	c.f.w.after(int64(next.Sub(c.now())), c.step)
+	c.stepAt = at
+	c.f.w.at(at, func() {
+		if !c.stopped && c.stepAt == at {
+			c.stepAt = 0
+			c.step()
+		}
+	})
 }
 
 // redis is the time that Redis takes to answer.

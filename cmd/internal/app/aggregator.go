@@ -35,6 +35,9 @@ type Aggregator struct {
 	alerts   *jetstream.Ledger[*schemas.Alert]
 }
 
+// throttleDelay is how long a batch of reports waits for more. A gateway that has run out of its share waits as long for the next.
+const throttleDelay = 5 * time.Millisecond
+
 // NewAggregator starts the centre on the stack. NATS must be there; Redis and ClickHouse may come later, but a wrong
 // password or a missing schema ends the process with one line that says so.
 func NewAggregator(ctx context.Context, s Servers, nc *nats.Conn, m *Metrics, stack *run.Stack, log *slog.Logger) (*Aggregator, error) {
@@ -61,7 +64,7 @@ func NewAggregator(ctx context.Context, s Servers, nc *nats.Conn, m *Metrics, st
 
 	agg := aggregator.New(aggregator.Config{OnPush: recordPushes(recorder)}, counter, natscast.New(nc), log, m.aggregator)
 	a := &Aggregator{}
-	if a.throttle, err = jetstream.NewSource(jetstream.Config{Name: throttleConsumer, Declare: declare}, nc, decodeReport, log, m.streams); err != nil {
+	if a.throttle, err = jetstream.NewSource(jetstream.Config{Name: throttleConsumer, MaxDelay: throttleDelay, Declare: declare}, nc, decodeReport, log, m.streams); err != nil {
 		return nil, err
 	}
 	if a.history, err = jetstream.NewLedger(jetstream.Config{Name: historyConsumer, Declare: declare}, nc, decodeReport, log, m.streams); err != nil {
