@@ -78,6 +78,7 @@ func printRebuilt(w io.Writer, r clickhouse.Rebuilt) {
 
 func historyVerifyCommand() *cobra.Command {
 	var q question
+	var folders []string
 	cmd := &cobra.Command{
 		Use:   "verify",
 		Short: "Compare the accounts of gateways, stream, Redis and ClickHouse, hour by hour",
@@ -86,7 +87,7 @@ in usage; what was taken of each bucket with the growth of its cumulative count,
 Redis still has it; and the roll-ups with the ledger. It says "equal", or each difference with its cause: in flight, late,
 refused, lost or doubled. It exits 0 when all is equal, 1 when something differs, 3 when a server is unreachable. Hours that
 are not over are left out unless --to names one.`,
-		Example: "  weir history verify --last 24h\n  weir history verify --from 2026-11-29T10:00:00Z --to 2026-11-29T11:00:00Z -o json",
+		Example: "  weir history verify --last 24h\n  weir history verify --from 2026-11-29T10:00:00Z --to 2026-11-29T11:00:00Z --journal /var/lib/weir -o json",
 		Args:    noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return q.ask(cmd, func(s *clickhouse.Store, from, to time.Time) (err error) {
@@ -109,7 +110,15 @@ are not over are left out unless --to names one.`,
 					return err
 				}
 				stack.Defer("Redis client", counter.Close)
-				r, err := app.Reconcile(cmd.Context(), app.Books{NATS: nc, Counter: counter, Store: s}, from, to)
+				books := app.Books{NATS: nc, Counter: counter, Store: s}
+				for _, dir := range folders {
+					journals, err := app.Journals(dir)
+					if err != nil {
+						return err
+					}
+					books.Journals = append(books.Journals, journals...)
+				}
+				r, err := app.Reconcile(cmd.Context(), books, from, to)
 				if err != nil {
 					return err
 				}
@@ -123,6 +132,7 @@ are not over are left out unless --to names one.`,
 			})
 		},
 	}
+	cmd.Flags().StringArrayVar(&folders, "journal", nil, "the --data folder of a gateway, as far as it is reachable from here; may be repeated")
 	q.bind(cmd, 24*time.Hour)
 	return cmd
 }

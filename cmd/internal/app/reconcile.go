@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"context"
 	"fmt"
+	"path/filepath"
 	"slices"
 	"time"
 
@@ -13,6 +14,7 @@ import (
 	"github.com/weirhq/weir/aggregator/clickhouse"
 	"github.com/weirhq/weir/aggregator/redis"
 	"github.com/weirhq/weir/ingest/jetstream"
+	"github.com/weirhq/weir/ingest/spool"
 	"github.com/weirhq/weir/schemas"
 )
 
@@ -52,6 +54,24 @@ type Reconciliation struct {
 
 // Journal is what a gateway keeps of its own: the reports that it has not been told are stored.
 type Journal func(context.Context) ([]*schemas.Report, error)
+
+// Journals are those of the gateways whose state is under data, a gateway's --data folder.
+func Journals(data string) ([]Journal, error) {
+	dirs, err := filepath.Glob(filepath.Join(data, "gateways", "*", "spool"))
+	if err != nil {
+		return nil, fmt.Errorf("look for journals: %w", err)
+	}
+	if len(dirs) == 0 {
+		return nil, fmt.Errorf("there is no journal of a gateway under %s", data)
+	}
+	var all []Journal
+	for _, dir := range dirs {
+		all = append(all, func(context.Context) ([]*schemas.Report, error) {
+			return spool.Read(dir, filepath.Base(filepath.Dir(dir)))
+		})
+	}
+	return all, nil
+}
 
 // Books are the accounts that are compared. Journals may be none: then a report that only its gateway has counts as lost.
 type Books struct {

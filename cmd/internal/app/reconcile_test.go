@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"path/filepath"
 	"strings"
 	"testing"
 	"time"
@@ -16,6 +17,7 @@ import (
 	"github.com/weirhq/weir/aggregator/clickhouse"
 	"github.com/weirhq/weir/aggregator/redis"
 	"github.com/weirhq/weir/ingest/jetstream"
+	"github.com/weirhq/weir/ingest/spool"
 	"github.com/weirhq/weir/internal/embedded/embeddedtest"
 	"github.com/weirhq/weir/internal/run"
 	"github.com/weirhq/weir/schemas"
@@ -146,7 +148,21 @@ func TestReconcile(t *testing.T) {
 	c.becomesStored(4)
 	c.becomes("reports lost 0/1, tokens lost 2/4")
 	// Its gateway has it still.
-	c.books.Journals = []Journal{func(context.Context) ([]*schemas.Report, error) { return []*schemas.Report{c.report(4)}, nil }}
+	data := t.TempDir()
+	if _, err := Journals(data); err == nil {
+		t.Error("Journals of an empty folder = nil, want an error")
+	}
+	kept, err := spool.Open(spool.Config{}, filepath.Join(data, "gateways", "gw", "spool"), "gw", "boot", slog.New(slog.DiscardHandler), nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = kept.Close() })
+	if err := errors.Join(kept.Append(c.report(3)), kept.Append(c.report(4)), kept.Commit(1)); err != nil {
+		t.Fatal(err)
+	}
+	if c.books.Journals, err = Journals(data); err != nil {
+		t.Fatal(err)
+	}
 	if r := c.becomes("reports late 0/2, tokens late 2/4"); r.Journals != 1 {
 		t.Errorf("journals = %d, want 1", r.Journals)
 	}
