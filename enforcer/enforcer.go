@@ -42,16 +42,17 @@ type Reason uint8
 
 // The reasons. The zero one is that of a request that was allowed.
 const (
-	ReasonNone     Reason = iota
-	ReasonLimit           // the rule's bucket has too few tokens
-	ReasonDenied          // the rule's limit admits nothing
-	ReasonCost            // the cost is above what the rule's bucket holds when full, or negative
-	ReasonNoPolicy        // there is no policy yet
+	ReasonNone      Reason = iota
+	ReasonLimit            // the rule's bucket has too few tokens
+	ReasonDenied           // the rule's limit admits nothing
+	ReasonCost             // the cost is above what the rule's bucket holds when full, or negative
+	ReasonNoPolicy         // there is no policy yet
+	ReasonStoreLoss        // the centre is silent, and the rule admits nothing without it
 )
 
 // String is the reason in a word, empty for none.
 func (r Reason) String() string {
-	return [...]string{"", "limit", "denied", "cost", "no-policy"}[r]
+	return [...]string{"", "limit", "denied", "cost", "no-policy", "store-loss"}[r]
 }
 
 // Standing is how a request left one rule's bucket.
@@ -198,6 +199,14 @@ func (e *Enforcer) Check(now int64, q *Request) (d Decision) {
 		if len(r.routes) > 0 && !r.applies(q.Route) {
 			continue
 		}
+		if r.onLoss != limits.LossLocal && now > e.freshUntil.Load() {
+			if r.onLoss == limits.LossAllow {
+				continue
+			}
+			d.lost(r)
+			e.putBack(v.checks[:i], v, q, now, first)
+			return d
+		}
 		var ok bool
 		if r.pool != nil {
 			var c credit
@@ -218,12 +227,18 @@ func (e *Enforcer) Check(now int64, q *Request) (d Decision) {
 	return d
 }
 
+// lost refuses for a rule that admits nothing while the centre is silent.
+func (d *Decision) lost(r *rule) {
+	d.Allowed, d.Rule, d.Layer, d.Reason, d.RetryIn = false, r.src.Name, r.layer, ReasonStoreLoss, time.Second
+	d.Remaining = 0
+}
+
 func (e *Enforcer) askShadows(v *view, q *Request, now int64, d *Decision) {
 	for _, r := range v.shadows {
 		if !r.applies(q.Route) {
 			continue
 		}
-		var own Decision // not what the caller hears
+		own := Decision{view: v} // not what the caller hears
 		ok := false
 		if r.pool != nil {
 			ok, _ = e.takePool(v, r, q, now, &own)
@@ -243,7 +258,7 @@ func (e *Enforcer) putBack(rules []*rule, v *view, q *Request, now int64, first 
 	}
 	for _, r := range rules {
 		switch {
-		case !r.applies(q.Route):
+		case !r.applies(q.Route) || r.onLoss == limits.LossAllow && now > e.freshUntil.Load(): // it was not asked
 		case r.pool != nil:
 			r.pool.put(q.Cost, first)
 		default:
@@ -256,7 +271,7 @@ func (e *Enforcer) putBack(rules []*rule, v *view, q *Request, now int64, first 
 func (d *Decision) note(r *rule, b *bucket.Decision, n int64, lim *bucket.Limit, idx uint32) {
 	d.stand(r, idx, b.Remaining, lim)
 	if !b.Allowed {
-		d.refuse(r, b, n, lim)
+		d.refuse(r, b, n, lim, &d.view.entry(idx).whole)
 	}
 }
 
@@ -270,16 +285,20 @@ func (d *Decision) stand(r *rule, idx uint32, left int64, lim *bucket.Limit) {
 	}
 }
 
-func (d *Decision) refuse(r *rule, b *bucket.Decision, n int64, lim *bucket.Limit) {
+func (d *Decision) refuse(r *rule, b *bucket.Decision, n int64, lim, whole *bucket.Limit) {
 	d.Allowed, d.Rule, d.Layer, d.RetryIn = false, r.src.Name, r.layer, b.RetryIn
 	d.Remaining, d.Burst = b.Remaining, lim.Burst
 	switch {
-	case lim.Burst == 0 && !lim.Unlimited:
+	case whole.Burst == 0 && !whole.Unlimited:
 		d.Reason = ReasonDenied
-	case n < 0 || n > lim.Burst:
+	case n < 0 || n > whole.Burst:
 		d.Reason = ReasonCost
 	default:
 		d.Reason = ReasonLimit
+		if b.RetryIn == bucket.Never { // the share earns nothing by itself, or has no room: the centre may grant
+			left := bucket.State{Tokens: max(b.Remaining, 0)}
+			d.RetryIn = left.Take(*whole, 0, n).RetryIn
+		}
 	}
 }
 

@@ -30,7 +30,8 @@ type rule struct {
 	dims        []limits.Dimension
 	routes      []string
 	local       bool
-	consistency string   // empty for shared
+	consistency string // empty for shared
+	onLoss      limits.StoreLoss
 	fixed       uint32   // index of the entry, unless the limit is by plan
 	pool        *pool    // of a rule whose key has no parts
 	alone       []string // the rule's name, for Decision.Shadow
@@ -115,6 +116,9 @@ func (e *Enforcer) compile(p *limits.Policy, fleet int, prev *view, now int64) *
 			seed: hashString(e.seed, name), seed2: hashString(e.seed2, name),
 		}
 		r.eager = !r.local && fleet > 1
+		if !r.local {
+			r.onLoss = src.OnStoreLoss
+		}
 		if src.Consistency != limits.Shared {
 			r.consistency = src.Consistency.String()
 		}

@@ -508,8 +508,12 @@ func (b *builder) rule(at place, n *yaml.Node) {
 		b.choice(at, n, []string{"token-bucket"}, "leaky-bucket", "sliding-window", "fixed-window", "concurrency")
 	}
 	fields["consistency"] = func(at place, n *yaml.Node) {
-		i, _ := b.choice(at, n, consistencyWords, "lease", "strict")
+		i, _ := b.choice(at, n, consistencyWords)
 		r.rule.Consistency = Consistency(i)
+	}
+	fields["on_store_loss"] = func(at place, n *yaml.Node) {
+		i, _ := b.choice(at, n, storeLossWords)
+		r.rule.OnStoreLoss = StoreLoss(i)
 	}
 	b.fields(at, n, fields)
 	if n.Kind != yaml.MappingNode {

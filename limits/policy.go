@@ -58,14 +58,28 @@ func (m Mode) String() string { return word(modeWords, int(m)) }
 // Consistency says how the gateways of a fleet keep one limit.
 type Consistency uint8
 
-// The consistencies that this version supports.
 const (
 	Shared Consistency = iota // shares handed out by the aggregator add up to the limit
 	Local                     // every gateway has the whole limit to itself
+	Lease                     // gateways take blocks of tokens from the aggregator ahead of need; none is given twice
+	Strict                    // the aggregator is asked about each request, and the gateway's share counts when it does not answer in time
 )
 
 // String is the consistency's word in policy files, metrics and tables.
 func (c Consistency) String() string { return word(consistencyWords, int(c)) }
+
+// StoreLoss says what a rule does on a gateway that has not heard from the centre for so long that its shares no longer hold.
+type StoreLoss uint8
+
+// What a rule may do then.
+const (
+	LossLocal StoreLoss = iota // the gateway keeps to its part of the limit
+	LossDeny                   // it refuses
+	LossAllow                  // it admits without counting
+)
+
+// String is the word in policy files.
+func (s StoreLoss) String() string { return word(storeLossWords, int(s)) }
 
 // DimensionKind is the kind of one part of a rule's key.
 type DimensionKind uint8
@@ -102,6 +116,7 @@ type Rule struct {
 	Routes      []string    // the routes it applies to; none means every route
 	Mode        Mode
 	Consistency Consistency
+	OnStoreLoss StoreLoss
 	ByPlan      bool         // the limit is that of the tenant's plan
 	Fixed       bucket.Limit // the limit, unless ByPlan
 }
@@ -269,7 +284,8 @@ func (e *Error) Error() string {
 var (
 	layerWords       = []string{"guard", "contract", "route"}
 	modeWords        = []string{"enforce", "shadow"}
-	consistencyWords = []string{"shared", "local"}
+	consistencyWords = []string{"shared", "local", "lease", "strict"}
+	storeLossWords   = []string{"local", "deny", "allow"}
 	dimensionWords   = []string{"tenant", "route", "ip", "user", "device"}
 )
 
