@@ -261,9 +261,6 @@ func (r *Reporter) Run(ctx context.Context) error {
 		if reports, requests := r.Pending(); reports == 0 && requests == 0 && r.merging() == 0 {
 			break
 		}
-		if r.cfg.Spool != nil && r.lastErr.Load() != nil { // it waits as well on disk
-			break
-		}
 		select {
 		case <-r.shrunk:
 		case <-tick.C:

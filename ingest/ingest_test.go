@@ -631,8 +631,8 @@ func TestOutageMemoryIsBounded(t *testing.T) {
 		if requests != n || reports < 64 || reports >= 64+tenants/500 { // the last group is taken whole
 			t.Errorf("Pending() = %d, %d, want 64 or a little more, %d", reports, requests, n)
 		}
-		if entries > tenants*hours {
-			t.Errorf("%d entries, want at most one for each of %d keys and %d hours", entries, tenants, hours)
+		if entries > tenants*hours*11/10 { // a count that found its shard taken has begun another entry
+			t.Errorf("%d entries, want about one for each of %d keys and %d hours", entries, tenants, hours)
 		}
 		// 400 bytes each, as the comment on Reporter says, and 16 MB for the sealed reports and the counters.
 		if limit := uint64(tenants*hours*400 + 16<<20); used > limit {

@@ -80,7 +80,7 @@ func NewGateway(cfg GatewayConfig, policy *Policy, nc *nats.Conn, m *Metrics, st
 		kept, err := spool.Open(spool.Config{MaxBytes: cfg.SpoolMax}, filepath.Join(cfg.Data, "gateways", cfg.Name, "spool"), cfg.Name, g.Boot, log, m.spool)
 		switch {
 		case err == nil:
-			counting.Spool = kept
+			counting.Spool, counting.DrainTimeout = kept, drainTimeout
 			stack.Defer("spool of "+cfg.Name, kept.Close)
 		case errors.Is(err, spool.ErrInUse):
 			return nil, fmt.Errorf("gateway %s: %w", cfg.Name, err)
@@ -153,6 +153,9 @@ func (g *Gateway) Ready() error {
 	}
 	return nil
 }
+
+// drainTimeout is how long a gateway that stops sends what it has on disk anyway. With shutdownTimeout it is less than StopTimeout.
+const drainTimeout = 4 * time.Second
 
 // shutdownTimeout bounds how long requests in flight may hold up the end of a process.
 const shutdownTimeout = 5 * time.Second
