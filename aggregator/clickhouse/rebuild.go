@@ -35,7 +35,7 @@ type Rebuilt struct {
 // maxGaps bounds the gaps that are told.
 const maxGaps = 100
 
-// Tries of a slice, and the pause between them: a batch that is being stored is through in that time.
+// rebuildTries of a slice, and rebuildPause between them: a batch that is being stored is through in that time.
 const (
 	rebuildTries = 20
 	rebuildPause = 250 * time.Millisecond
@@ -49,7 +49,7 @@ const (
 func (s *Store) Rebuild(ctx context.Context, from, to time.Time, progress func(day time.Time, rows uint64)) (Rebuilt, error) {
 	day := 24 * time.Hour
 	r := Rebuilt{From: from.UTC().Truncate(day), To: to.UTC().Add(day - 1).Truncate(day), Equal: true, Gaps: []Gap{}}
-	b := rebuild{s: s, run: rand.Text(), out: &r}
+	b := rebuild{s: s, run: rand.Text(), tries: rebuildTries, out: &r}
 	for d := r.From; d.Before(r.To); d = d.Add(day) {
 		before := r.Rows
 		for _, t := range rollups {
@@ -73,11 +73,11 @@ func (s *Store) Rebuild(ctx context.Context, from, to time.Time, progress func(d
 }
 
 type rebuild struct {
-	s    *Store
-	run  string // names the inserts of this run
-	n    int    // inserts that are known to be stored
-	out  *Rebuilt
-	pace func() // for tests: called between looking and inserting
+	s     *Store
+	run   string // names the inserts of this run
+	n     int    // inserts that are known to be stored
+	tries int    // of a slice that does not settle
+	out   *Rebuilt
 }
 
 // equal is the quick look at a day: nothing differs, and no report is half there.
@@ -108,9 +108,6 @@ func (b *rebuild) slice(ctx context.Context, t rollup, from, to time.Time) error
 		// Usage is stored before its roll-ups, and its report last: if no report came in meanwhile, and none is half there,
 		// all of these gaps are here to stay.
 		if before == after && before.half == 0 {
-			if b.pace != nil {
-				b.pace()
-			}
 			// An insert that was not acknowledged keeps its name, so that it cannot count twice if it was made after all.
 			if err := insert(ctx, b.s, gapTable(t.name), fmt.Sprintf("rebuild-%s-%d", b.run, b.n), gaps); err != nil {
 				return err
@@ -119,7 +116,7 @@ func (b *rebuild) slice(ctx context.Context, t rollup, from, to time.Time) error
 			b.out.Rows += uint64(len(gaps))
 			continue // and look again
 		}
-		if try < rebuildTries {
+		if try < b.tries {
 			select {
 			case <-ctx.Done():
 				return ctx.Err()
