@@ -14,6 +14,7 @@ import (
 	"net/textproto"
 	"os"
 	"slices"
+	"strings"
 	"time"
 )
 
@@ -21,6 +22,8 @@ const (
 	maxLine     = 1 << 20 // bytes of a line, without its end
 	maxProblems = 10      // unreadable lines whose reason is kept
 	maxInterned = 1 << 16 // distinct texts remembered
+
+	gzipMagic = "\x1f\x8b\x08" // with the one method of compression that there is
 )
 
 // Entry is one request.
@@ -69,7 +72,8 @@ type Problem struct {
 // Reader reads one log. It is for one goroutine.
 type Reader struct {
 	src      *bufio.Reader
-	closers  []io.Closer // in the order of closing
+	name     string    // of the log, for errors
+	file     io.Closer // of Open, nil without one
 	line     int
 	stats    Stats
 	buf      []byte
@@ -87,29 +91,34 @@ func Open(path string) (*Reader, error) {
 	if err != nil {
 		return nil, fmt.Errorf("open log: %w", err)
 	}
-	r, err := NewReader(f)
+	r, err := newReader(f, path)
 	if err != nil {
-		return nil, errors.Join(fmt.Errorf("open log %s: %w", path, err), f.Close())
+		return nil, errors.Join(err, f.Close())
 	}
-	r.closers = append(r.closers, f)
+	r.file = f
 	return r, nil
 }
 
 // NewReader reads a log from src, which it decompresses if it starts as gzip does.
-func NewReader(src io.Reader) (*Reader, error) {
-	r := &Reader{src: bufio.NewReaderSize(src, 64<<10), interned: map[string]string{}}
-	if magic, err := r.src.Peek(2); err == nil && magic[0] == 0x1f && magic[1] == 0x8b {
-		z, err := gzip.NewReader(r.src)
-		if err != nil {
-			return nil, fmt.Errorf("read gzip header: %w", err)
+func NewReader(src io.Reader) (*Reader, error) { return newReader(src, "standard input") }
+
+func newReader(src io.Reader, name string) (*Reader, error) {
+	r := &Reader{src: bufio.NewReaderSize(src, 64<<10), name: name, interned: map[string]string{}}
+	if magic, err := r.src.Peek(3); err == nil && string(magic) == gzipMagic {
+		switch z, err := gzip.NewReader(r.src); {
+		case errors.Is(err, io.ErrUnexpectedEOF) || errors.Is(err, io.EOF):
+			r.stats.CutOff = true
+			r.src.Reset(strings.NewReader(""))
+		case err != nil:
+			return nil, fmt.Errorf("read log %s: %w", name, err)
+		default:
+			r.src = bufio.NewReaderSize(z, 64<<10)
 		}
-		r.src = bufio.NewReaderSize(z, 64<<10)
-		r.closers = append(r.closers, z)
 	}
 	if bom, err := r.src.Peek(3); err == nil && string(bom) == "\ufeff" {
 		_, err = r.src.Discard(3)
 		if err != nil {
-			return nil, fmt.Errorf("read log: %w", err)
+			return nil, fmt.Errorf("read log %s: %w", name, err)
 		}
 	}
 	return r, nil
@@ -117,11 +126,10 @@ func NewReader(src io.Reader) (*Reader, error) {
 
 // Close closes the file of Open.
 func (r *Reader) Close() error {
-	var errs []error
-	for _, c := range r.closers {
-		errs = append(errs, c.Close())
+	if r.file == nil {
+		return nil
 	}
-	return errors.Join(errs...)
+	return r.file.Close()
 }
 
 // Stats says what has been read so far.
@@ -141,7 +149,7 @@ func (r *Reader) Entries() iter.Seq2[Entry, error] {
 				if errors.Is(err, io.ErrUnexpectedEOF) {
 					r.stats.CutOff = true
 				} else {
-					yield(Entry{}, fmt.Errorf("read log after line %d: %w", r.line, err))
+					yield(Entry{}, fmt.Errorf("read log %s after line %d: %w", r.name, r.line, err))
 					return
 				}
 			}

@@ -229,6 +229,65 @@ func TestCompression(t *testing.T) {
 	}
 }
 
+// A compressed log that was cut anywhere, in its header too, gives every request up to there, and is not an error.
+func TestCutOffGzip(t *testing.T) {
+	var plain, z bytes.Buffer
+	for i := range 2000 {
+		fmt.Fprintf(&plain, "1.1.1.1 - - [17/May/2015:10:05:%02d +0000] \"GET /%d HTTP/1.1\" 200 1\n", i%60, i*i*7919)
+	}
+	w := gzip.NewWriter(&z)
+	w.Name = "access.log"
+	if _, err := w.Write(plain.Bytes()); err != nil {
+		t.Fatal(err)
+	}
+	if err := w.Close(); err != nil {
+		t.Fatal(err)
+	}
+	path := filepath.Join(t.TempDir(), "cut.gz")
+	last := 0
+	for _, n := range []int{3, 5, 10, 15, 20, 30, 100, z.Len() / 2, z.Len() - 9, z.Len() - 1} {
+		if err := os.WriteFile(path, z.Bytes()[:n], 0o644); err != nil {
+			t.Fatal(err)
+		}
+		entries, stats, err := Load(context.Background(), path)
+		if err != nil || !stats.CutOff || stats.Unparsed > 1 || len(entries) < last {
+			t.Errorf("%d bytes: %d entries, stats %+v, %v; want no error and CutOff", n, len(entries), stats, err)
+		}
+		last = len(entries)
+	}
+	if last != 2000 {
+		t.Errorf("%d entries without the last byte of the checksum, want 2000", last)
+	}
+	// What only begins like gzip, or not at all, is a log of lines that cannot be read.
+	for _, text := range []string{"\x1f", "\x1f\x8b", "\x1f\x8b\x77\x03 is no gzip header", "\x91\x8b\x08\x00\x01\x02\x03\x04\x05\x06\x07\x0b\x0c\x0d\x0e\x0f\x10\x11\x12\x13"} {
+		if err := os.WriteFile(path, []byte(text), 0o644); err != nil {
+			t.Fatal(err)
+		}
+		if entries, stats, err := Load(context.Background(), path); err != nil || len(entries) != 0 || stats.Unparsed != 1 {
+			t.Errorf("%q: %d entries, stats %+v, %v; want one line that is no request", text, len(entries), stats, err)
+		}
+	}
+}
+
+// What cannot be read is said with the file's name.
+func TestErrorsNameTheFile(t *testing.T) {
+	dir := t.TempDir()
+	for name, data := range map[string]string{"header.gz": "\x1f\x8b\x08\x02\x00\x00\x00\x00\x00\x00\x99\x99 wrong checksum of the header", "data.gz": "\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\x00\xff\xff\xff\xff\xff\xff"} {
+		path := filepath.Join(dir, name)
+		if err := os.WriteFile(path, []byte(data), 0o644); err != nil {
+			t.Fatal(err)
+		}
+		if _, _, err := Load(context.Background(), path); err == nil || !strings.Contains(err.Error(), path) {
+			t.Errorf("%s: %v, want an error that names it", name, err)
+		}
+	}
+	for _, path := range []string{dir, filepath.Join(dir, "none")} {
+		if _, _, err := Load(context.Background(), path); err == nil || !strings.Contains(err.Error(), path) {
+			t.Errorf("%s: %v, want an error that names it", path, err)
+		}
+	}
+}
+
 func TestReadErrorIsReported(t *testing.T) {
 	broken := errors.New("disk on fire")
 	src := io.MultiReader(strings.NewReader(`{"ts":1,"path":"/"}`+"\n"), iotest.ErrReader(broken))
