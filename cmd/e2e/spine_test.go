@@ -219,3 +219,32 @@ rules:
 		return query(t, clickhouse.URL(), "SELECT uniqExact(gateway, boot, seq) = count() FROM reports FINAL") == "1"
 	})
 }
+
+// TestASecondAggregatorStandsBy has two, and kills the one that keeps the history.
+func TestASecondAggregatorStandsBy(t *testing.T) {
+	policy := write(t, "policy.yaml", guardOnly+"identity: {tenant: {client_ip: true}}\n")
+	log, requests := accessLog(t)
+	nats, redis, clickhouse := embeddedtest.NATS(t), embeddedtest.Redis(t), embeddedtest.ClickHouse(t)
+	servers := []string{"--nats", nats.URL(), "--redis", redis.URL(), "--clickhouse", clickhouse.URL(), "--data", t.TempDir()}
+	if _, errOut, code := weir(t, nil, "migrate", "--clickhouse", clickhouse.URL()); code != 0 {
+		t.Fatalf("migrate exits %d: %s", code, errOut)
+	}
+	aggregator := func(until string) *process {
+		return start(t, until, nil, append([]string{"aggregator", "--metrics-addr", "127.0.0.1:0"}, servers...)...)
+	}
+	first := aggregator("lease taken")
+	second := aggregator("standing by")
+	replayed := func() {
+		t.Helper()
+		out, errOut, code := weir(t, nil, append([]string{"replay", "--log", log, "--policy", policy, "--speed", "max", "-o", "json"}, servers...)...)
+		if want := fmt.Sprintf(`"stored":%d,"lost":0,"doubled":0`, requests); code != 0 || !strings.Contains(out, want) {
+			t.Errorf("replay exits %d: %s%s, want %s", code, out, errOut, want)
+		}
+	}
+	replayed()
+	first.stop(syscall.SIGKILL)
+	replayed()
+	if code := second.stop(syscall.SIGTERM); code != 0 {
+		t.Errorf("SIGTERM exits %d, want 0", code)
+	}
+}

@@ -2,14 +2,17 @@ package app
 
 import (
 	"context"
+	"crypto/rand"
 	"errors"
 	"fmt"
 	"log/slog"
+	"sync"
 	"time"
 
 	"github.com/nats-io/nats.go"
 	natsjs "github.com/nats-io/nats.go/jetstream"
 	"github.com/prometheus/client_golang/prometheus"
+	"golang.org/x/sync/errgroup"
 
 	"github.com/weirhq/weir/aggregator"
 	"github.com/weirhq/weir/aggregator/clickhouse"
@@ -31,8 +34,7 @@ const (
 // Aggregator is the centre: throttling over Redis and history over ClickHouse, neither waiting for the other.
 type Aggregator struct {
 	throttle *jetstream.Source[*schemas.Report]
-	history  *jetstream.Ledger[*schemas.Report]
-	alerts   *jetstream.Ledger[*schemas.Alert]
+	history  *history
 }
 
 // throttleDelay is how long a batch of reports waits for more. A gateway that has run out of its share waits as long for the next.
@@ -67,35 +69,27 @@ func NewAggregator(ctx context.Context, s Servers, nc *nats.Conn, m *Metrics, st
 	if a.throttle, err = jetstream.NewSource(jetstream.Config{Name: throttleConsumer, MaxDelay: throttleDelay, Declare: declare}, nc, decodeReport, log, m.streams); err != nil {
 		return nil, err
 	}
-	if a.history, err = jetstream.NewLedger(jetstream.Config{Name: historyConsumer, Declare: declare}, nc, decodeReport, log, m.streams); err != nil {
-		return nil, err
-	}
-	if a.alerts, err = jetstream.NewLedger(jetstream.Config{Name: alertsConsumer, Stream: schemas.AlertsStream, Declare: declare}, nc, decodeAlert, log, m.streams); err != nil {
-		return nil, err
-	}
-
 	marks, err := jetstream.NewMarks(nc, declare, log)
 	if err != nil {
 		return nil, err
 	}
+	kv, err := js.KeyValue(ctx, natsx.HistoryBucket)
+	if err != nil {
+		return nil, fmt.Errorf("open bucket %s: %w", natsx.HistoryBucket, err)
+	}
+	h := &history{nc: nc, store: store, marks: marks, declare: declare, streams: m.streams, log: log,
+		auditor: newAuditor(js, log, func(ctx context.Context, from, to time.Time) (Reconciliation, error) {
+			return Reconcile(ctx, Books{NATS: nc, Counter: counter, Store: store}, from, to)
+		})}
+	a.history = h
 	stack.Go("marks of stored reports", marks.Run)
 	stack.Go("recorder", func(ctx context.Context) error { recorder.Run(ctx); return nil })
 	stack.Go("history", func(ctx context.Context) error {
 		if err := await(ctx, "ClickHouse", log, m.store.Degraded, store.Check, clickhouse.ErrUnreachable); err != nil {
 			return ignoreCancel(err)
 		}
-		return a.history.Consume(ctx, marks.After(store.Reports))
+		return natsx.Lease{KV: kv, Key: "leader", Owner: rand.Text(), Log: log}.Hold(ctx, h.keep)
 	})
-	stack.Go("history of alerts", func(ctx context.Context) error {
-		if err := await(ctx, "ClickHouse", log.With("consumer", alertsConsumer), m.store.Degraded, store.Check, clickhouse.ErrUnreachable); err != nil {
-			return ignoreCancel(err)
-		}
-		return a.alerts.Consume(ctx, store.Alerts)
-	})
-	books := Books{NATS: nc, Counter: counter, Store: store}
-	stack.Go("reconciliation", newAuditor(js, log, func(ctx context.Context, from, to time.Time) (Reconciliation, error) {
-		return Reconcile(ctx, books, from, to)
-	}).run)
 	stack.Go("shares", agg.Run)
 	stack.Go("throttle", func(ctx context.Context) error {
 		remarks, err := counter.Check(ctx)
@@ -113,7 +107,62 @@ func NewAggregator(ctx context.Context, s Servers, nc *nats.Conn, m *Metrics, st
 
 // Ready says whether the centre reads its streams, and what keeps it from doing so.
 func (a *Aggregator) Ready() error {
-	return errors.Join(a.throttle.Ready(), a.history.Ready(), a.alerts.Ready())
+	return errors.Join(a.throttle.Ready(), a.history.ready())
+}
+
+// history is what one aggregator at a time does: it keeps the ledger, the history of alerts, and the hourly reconciliation.
+// The others stand by.
+type history struct {
+	nc      *nats.Conn
+	store   *clickhouse.Store
+	marks   *jetstream.Marks
+	auditor *auditor
+	declare func(context.Context) error
+	streams *jetstream.Metrics
+	log     *slog.Logger
+
+	mu      sync.Mutex // guards readers
+	readers []interface{ Ready() error }
+}
+
+// keep keeps the history until ctx is done or another process has taken over, which is no error: this one stands by then.
+func (h *history) keep(ctx context.Context) error {
+	reports, err := jetstream.NewLedger(jetstream.Config{Name: historyConsumer, Declare: h.declare}, h.nc, decodeReport, h.log, h.streams)
+	if err != nil {
+		return err
+	}
+	alerts, err := jetstream.NewLedger(jetstream.Config{Name: alertsConsumer, Stream: schemas.AlertsStream, Declare: h.declare}, h.nc, decodeAlert, h.log, h.streams)
+	if err != nil {
+		return err
+	}
+	h.read(reports, alerts)
+	defer h.read()
+	g, ctx := errgroup.WithContext(ctx)
+	g.Go(func() error { return reports.Consume(ctx, h.marks.After(h.store.Reports)) })
+	g.Go(func() error { return alerts.Consume(ctx, h.store.Alerts) })
+	g.Go(func() error { return h.auditor.run(ctx) })
+	if err := g.Wait(); !errors.Is(err, jetstream.ErrFenced) {
+		return err
+	}
+	h.log.Warn("history: another aggregator has taken over")
+	return nil
+}
+
+func (h *history) read(by ...interface{ Ready() error }) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.readers = by
+}
+
+// ready says what keeps the history from being kept. One that stands by is ready to take over.
+func (h *history) ready() error {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	var errs []error
+	for _, r := range h.readers {
+		errs = append(errs, r.Ready())
+	}
+	return errors.Join(errs...)
 }
 
 func decodeReport(subject, contentType string, body []byte, arrived time.Time) (*schemas.Report, error) {

@@ -1,0 +1,140 @@
+package natsx
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"time"
+
+	"github.com/nats-io/nats.go/jetstream"
+)
+
+// Lease lets one of several processes at a time do what must not be done twice. It is a key whose holder writes it again
+// and again; who sees no write for Expiry, by its own monotonic clock, may take it. A holder that cannot write stops
+// before that time is over. Two holders at once are possible all the same (a process that was frozen): what they do has to
+// be fenced by itself, and the lease only keeps them from fighting.
+type Lease struct {
+	KV     jetstream.KeyValue
+	Key    string
+	Owner  string        // of this process, unlike every other
+	Every  time.Duration // between writes (1s)
+	Expiry time.Duration // without a write, until another may take it (5 × Every)
+	Log    *slog.Logger
+}
+
+// released is the value of a lease that its holder has given back.
+const released = "-"
+
+// Hold waits for the lease, calls f while it holds it, and again after each loss or return, until ctx is done or f returns an
+// error. f's context ends when the lease is lost. Hold returns nil once ctx is done.
+func (l Lease) Hold(ctx context.Context, f func(context.Context) error) error {
+	l.Every = or(l.Every, time.Second)
+	l.Expiry = or(l.Expiry, 5*l.Every)
+	for {
+		revision, err := l.acquire(ctx)
+		if err != nil {
+			return nil // ctx is done
+		}
+		l.Log.Info("lease taken", "lease", l.Key)
+		if err := l.while(ctx, revision, f); err != nil || ctx.Err() != nil {
+			return err
+		}
+		l.Log.Warn("lease lost or given up, standing by", "lease", l.Key)
+		if !sleep(ctx, l.Every) {
+			return nil
+		}
+	}
+}
+
+// acquire waits until the lease is ours. Its error is that of ctx.
+func (l Lease) acquire(ctx context.Context) (revision uint64, err error) {
+	var seen uint64 // revision at the last look
+	var since time.Time
+	for told := false; ; {
+		entry, err := l.KV.Get(ctx, l.Key)
+		switch {
+		case errors.Is(err, jetstream.ErrKeyNotFound):
+			if revision, err = l.KV.Create(ctx, l.Key, []byte(l.Owner)); err == nil {
+				return revision, nil
+			}
+		case err == nil:
+			if entry.Revision() != seen {
+				seen, since = entry.Revision(), time.Now()
+			}
+			if v := string(entry.Value()); v == released || v == l.Owner || time.Since(since) > l.Expiry {
+				if revision, err = l.KV.Update(ctx, l.Key, []byte(l.Owner), seen); err == nil {
+					return revision, nil
+				}
+			} else if !told {
+				told = true
+				l.Log.Info("another process holds the lease, standing by", "lease", l.Key, "holder", string(entry.Value()))
+			}
+		}
+		if !sleep(ctx, l.Every) {
+			return 0, ctx.Err()
+		}
+	}
+}
+
+// while calls f and keeps the lease meanwhile.
+func (l Lease) while(ctx context.Context, revision uint64, f func(context.Context) error) error {
+	held, cancel := context.WithCancel(ctx)
+	defer cancel()
+	kept := make(chan uint64, 1)
+	go func() {
+		defer cancel()
+		kept <- l.keep(held, revision)
+	}()
+	err := f(held)
+	cancel()
+	// What is given back need not expire. It is the last thing that happens, so ctx may be done by now.
+	give, done := context.WithTimeout(context.WithoutCancel(ctx), l.Every)
+	defer done()
+	if last := <-kept; last != 0 {
+		if _, giveErr := l.KV.Update(give, l.Key, []byte(released), last); giveErr != nil {
+			l.Log.Debug("lease not given back, it will expire", "lease", l.Key, "err", giveErr)
+		}
+	}
+	if errors.Is(err, context.Canceled) {
+		return nil
+	}
+	return err
+}
+
+// keep writes the lease until ctx is done, and returns its revision then, or 0 when it is not ours any more.
+func (l Lease) keep(ctx context.Context, revision uint64) uint64 {
+	for written := time.Now(); ; {
+		if !sleep(ctx, l.Every) {
+			return revision
+		}
+		at := time.Now()
+		try, cancel := context.WithTimeout(ctx, l.Every)
+		next, err := l.KV.Update(try, l.Key, []byte(l.Owner), revision)
+		cancel()
+		switch {
+		case err == nil:
+			revision, written = next, at
+		case errors.Is(err, jetstream.ErrKeyExists): // another revision: the answer to an earlier write was lost, or another process
+			entry, err := l.KV.Get(ctx, l.Key)
+			if err != nil || string(entry.Value()) != l.Owner {
+				return 0
+			}
+			revision = entry.Revision()
+		}
+		if time.Since(written) > l.Expiry-2*l.Every {
+			l.Log.Warn("lease cannot be kept", "lease", l.Key, "err", fmt.Sprint(err))
+			return 0
+		}
+	}
+}
+
+// sleep is false when ctx is done first.
+func sleep(ctx context.Context, d time.Duration) bool {
+	select {
+	case <-ctx.Done():
+		return false
+	case <-time.After(d):
+		return true
+	}
+}

@@ -1,0 +1,124 @@
+package natsx_test
+
+import (
+	"context"
+	"errors"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/nats-io/nats.go"
+	"github.com/nats-io/nats.go/jetstream"
+
+	"github.com/weirhq/weir/internal/embedded/embeddedtest"
+	"github.com/weirhq/weir/internal/natsx"
+)
+
+func leaseKV(t *testing.T) (jetstream.KeyValue, string) {
+	t.Helper()
+	url := embeddedtest.NATS(t).URL()
+	return kvOf(t, url), url
+}
+
+func kvOf(t *testing.T, url string) jetstream.KeyValue {
+	t.Helper()
+	nc, err := nats.Connect(url)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(nc.Close)
+	js, err := jetstream.New(nc)
+	if err != nil {
+		t.Fatal(err)
+	}
+	kv, err := js.CreateOrUpdateKeyValue(t.Context(), jetstream.KeyValueConfig{Bucket: "leases"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return kv
+}
+
+// TestOneHoldsTheLeaseAtATime has three contenders that take turns as the holders leave.
+func TestOneHoldsTheLeaseAtATime(t *testing.T) {
+	kv, _ := leaseKV(t)
+	var holders, turns atomic.Int32
+	ctx, stop := context.WithCancel(t.Context())
+	ended := make(chan error, 3)
+	for _, name := range []string{"a", "b", "c"} {
+		l := natsx.Lease{KV: kv, Key: "leader", Owner: name, Every: 20 * time.Millisecond, Log: embeddedtest.Log(t)}
+		go func() {
+			ended <- l.Hold(ctx, func(ctx context.Context) error {
+				if n := holders.Add(1); n != 1 {
+					t.Errorf("%d holders at once", n)
+				}
+				defer holders.Add(-1)
+				turns.Add(1)
+				select {
+				case <-ctx.Done():
+				case <-time.After(50 * time.Millisecond): // gives it up
+				}
+				return nil
+			})
+		}()
+	}
+	for deadline := time.Now().Add(time.Minute); turns.Load() < 6; time.Sleep(10 * time.Millisecond) {
+		if time.Now().After(deadline) {
+			t.Fatalf("%d turns in a minute, want 6", turns.Load())
+		}
+	}
+	stop()
+	for range 3 {
+		if err := <-ended; err != nil {
+			t.Error(err)
+		}
+	}
+	if entry, err := kv.Get(t.Context(), "leader"); err != nil || string(entry.Value()) != "-" {
+		t.Errorf("lease after everybody has left = %v, %v, want it given back", entry, err)
+	}
+}
+
+// TestADeadHoldersLeaseExpires has a holder that writes no more.
+func TestADeadHoldersLeaseExpires(t *testing.T) {
+	kv, url := leaseKV(t)
+	if _, err := kv.Put(t.Context(), "leader", []byte("dead")); err != nil {
+		t.Fatal(err)
+	}
+	const every = 20 * time.Millisecond
+	l := natsx.Lease{KV: kvOf(t, url), Key: "leader", Owner: "heir", Every: every, Log: embeddedtest.Log(t)}
+	began := time.Now()
+	want := errors.New("done")
+	if err := l.Hold(t.Context(), func(context.Context) error { return want }); !errors.Is(err, want) {
+		t.Errorf("Hold = %v, want the error of what it ran", err)
+	}
+	if waited := time.Since(began); waited < 5*every {
+		t.Errorf("took the lease of another after %s, want it to expire first", waited)
+	}
+}
+
+// TestALostLeaseEndsTheWork has the lease taken away under its holder.
+func TestALostLeaseEndsTheWork(t *testing.T) {
+	kv, _ := leaseKV(t)
+	ctx, stop := context.WithCancel(t.Context())
+	defer stop()
+	l := natsx.Lease{KV: kv, Key: "leader", Owner: "us", Every: 20 * time.Millisecond, Log: embeddedtest.Log(t)}
+	lost := make(chan struct{})
+	ended := make(chan error, 1)
+	go func() {
+		ended <- l.Hold(ctx, func(held context.Context) error {
+			if _, err := kv.Put(ctx, "leader", []byte("thief")); err != nil {
+				t.Error(err)
+			}
+			<-held.Done()
+			close(lost)
+			return held.Err()
+		})
+	}()
+	<-lost
+	stop()
+	if err := <-ended; err != nil {
+		t.Errorf("Hold = %v, want nil", err)
+	}
+	if entry, err := kv.Get(t.Context(), "leader"); err != nil || string(entry.Value()) != "thief" {
+		t.Errorf("lease = %v, %v, want it left to the other", entry, err)
+	}
+}
