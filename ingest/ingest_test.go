@@ -747,3 +747,80 @@ func TestKeysWithOneHashAreCountedApart(t *testing.T) {
 	}
 	c.drain(3, func(x *cell) { t.Errorf("%+v is counted twice", x) })
 }
+
+// Reports are cut to what the server takes now, before they are sealed.
+func TestReportsFitTheServersMaxPayload(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		far := &stream{}
+		r := New(Config{MaxPayload: func() int64 { return 4 << 10 }}, "gw", "boot", newTable(), far, quiet, nil)
+		stop := begin(r)
+		for i := range 1000 {
+			r.Count(time.Now(), fmt.Sprint("tenant-", i), "r", "", "", 1)
+		}
+		if err := stop(); err != nil {
+			t.Fatal(err)
+		}
+		for seq, b := range far.bytes {
+			if len(b) > 4<<10-headerBytes {
+				t.Errorf("report %d has %d bytes", seq, len(b))
+			}
+		}
+		if requests, _ := far.sums(); total(requests) != 1000 {
+			t.Errorf("%d requests are stored, want 1000", total(requests))
+		}
+	})
+}
+
+// picky is a Stream that does not take some reports.
+type picky struct {
+	mu      sync.Mutex
+	refuses func(*schemas.Report) bool
+	order   []string
+}
+
+func (s *picky) Publish(ctx context.Context, r *schemas.Report) error {
+	_, err := s.Put(ctx, r, false)
+	return err
+}
+
+func (s *picky) Put(_ context.Context, r *schemas.Report, again bool) (uint64, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.refuses(r) {
+		return 0, fmt.Errorf("%w: it is", ErrTooLarge)
+	}
+	s.order = append(s.order, fmt.Sprintf("%d %v", r.Seq, again))
+	return 1, nil
+}
+
+func (*picky) Stored(context.Context) (schemas.Floor, *schemas.Stored, error) {
+	return schemas.Floor{}, &schemas.Stored{}, nil
+}
+
+// A report that the server will not take does not hold up those behind it, and is not dropped: it goes when the server has changed.
+func TestTooLargeReportGoesLast(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		far := &picky{refuses: func(r *schemas.Report) bool { return r.Seq == 1 }}
+		m := NewMetrics(prometheus.NewRegistry())
+		r := New(Config{}, "gw", "boot", newTable(), far, quiet, m)
+		stop := begin(r)
+		for range 3 {
+			r.Count(time.Now(), "a", "r", "", "", 1)
+			time.Sleep(1500 * time.Millisecond)
+		}
+		time.Sleep(time.Minute)
+		synctest.Wait()
+		if n, requests := r.Pending(); n != 1 || requests != 1 || testutil.ToFloat64(m.Failures) == 0 {
+			t.Errorf("Pending() = %d, %d with %v failures, want the one", n, requests, testutil.ToFloat64(m.Failures))
+		}
+		far.mu.Lock()
+		far.refuses = func(*schemas.Report) bool { return false }
+		far.mu.Unlock()
+		if err := stop(); err != nil {
+			t.Fatal(err)
+		}
+		if got := fmt.Sprint(far.order); got != "[2 false 3 false 1 true]" {
+			t.Errorf("sent %s, want 2 and 3, and then 1 again", got)
+		}
+	})
+}
