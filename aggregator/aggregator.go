@@ -478,16 +478,18 @@ func (a *Aggregator) expire() {
 // gateways is the fleet in order. mu is held.
 func (a *Aggregator) gateways() []string { return slices.Sorted(maps.Keys(a.fleet)) }
 
+// update is a message without shares. mu is held.
 func (a *Aggregator) update(gateways int) *schemas.ThrottleUpdate {
-	return &schemas.ThrottleUpdate{Gateways: gateways, TTL: a.cfg.TTL}
+	return &schemas.ThrottleUpdate{Gateways: gateways, TTL: a.cfg.TTL, Frozen: a.behind || !a.degraded.IsZero() || a.cfg.Now().Before(a.believe)}
 }
 
 func (a *Aggregator) keepalive(ctx context.Context) {
 	a.mu.Lock()
 	fleet := a.gateways()
+	u := a.update(len(fleet))
 	a.mu.Unlock()
 	for _, g := range fleet {
-		a.cast(ctx, g, a.update(len(fleet)))
+		a.cast(ctx, g, u)
 	}
 }
 

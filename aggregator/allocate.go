@@ -110,29 +110,46 @@ func (p *Part) kept(s *Share) int64 { return min(max(p.HeldMicros, 0), saturatin
 // worth, which is less than the time between two reports, and a token at least.
 func (l Limit) slackMicros() int64 { return max(l.RateNanos/1e3/200, 1e6) }
 
+// grantsPerSecond bounds how often tokens of a limit that is used up are handed out.
+const grantsPerSecond = 20
+
 // Grant divides a key by grants alone: nobody refills by itself, and whole tokens that are free move to gateways that run out of
 // them, as many as last for the time given. It is for limits too small to be cut into rates, and for those that are to be kept
-// to the token. When there are too few they go, one each, to those that come after the last gateway that had one; who asks for
-// nothing gives back what it holds.
+// to the token. When there are too few they go in turn to those that come after the last gateway that had one, and who asks
+// for nothing gives back what it holds.
 func Grant(l Limit, levelMicros int64, parts []Part, lasting time.Duration, last string) []Share {
 	parts = slices.Clone(parts)
 	slices.SortFunc(parts, func(a, b Part) int { return strings.Compare(a.Gateway, b.Gateway) })
 	shares := make([]Share, len(parts))
 	need := make([]int64, len(parts))
-	free := levelMicros
+	free, idle, lack := levelMicros, int64(0), int64(0)
 	var hungry []int
 	for i := range parts {
 		p, s := &parts[i], &shares[i]
-		s.Gateway = p.Gateway
+		s.Gateway, s.Burst = p.Gateway, (max(p.HeldMicros, 0)+999_999)/1e6
 		if p.RateNanos > 0 {
 			block := min(max(mulDiv(min(p.RateNanos, l.RateNanos), lasting.Milliseconds(), 1000)/1e9, 1), max(l.Burst, 1))
 			s.Burst = max(block, min((p.HeldMicros+999_999)/1e6, 2*block))
 			if p.HeldMicros <= block*1e6/2 {
 				need[i] = block - p.HeldMicros/1e6
+				lack += need[i]
 				hungry = append(hungry, i)
 			}
+		} else {
+			idle += p.kept(s)
 		}
 		free -= p.kept(s)
+	}
+	if free < saturatingMul(lack, 1e6) && idle > 0 { // who asks for nothing keeps what it holds as long as nobody needs it
+		for i := range parts {
+			if parts[i].RateNanos <= 0 {
+				shares[i].Burst = 0
+			}
+		}
+		free += idle
+	}
+	if free < min(saturatingMul(lack, 1e6), l.RateNanos/1e3/grantsPerSecond) {
+		return shares // a little for everybody is a message for everybody
 	}
 	// round robin: the last to have had one is the last to have the next
 	slices.SortStableFunc(hungry, func(i, j int) int {

@@ -49,7 +49,13 @@ func (e *Enforcer) Apply(u Update) {
 		ttl = e.cfg.ShareTTL
 	}
 	e.heard.Store(now)
-	e.freshUntil.Store(now + int64(min(ttl, time.Duration(math.MaxInt64-max(now, 0)))))
+	ttl = min(ttl, time.Duration(math.MaxInt64-max(now, 0)))
+	e.freshUntil.Store(now + int64(ttl))
+	if u.Frozen {
+		e.grantsUntil.Store(min(e.grantsUntil.Load(), now))
+	} else {
+		e.grantsUntil.Store(now + int64(ttl/2))
+	}
 	v := e.view.Load()
 	if u.Gateways > 0 && u.Gateways != e.fleet {
 		e.fleet = u.Gateways
@@ -102,6 +108,15 @@ func (c *share) take(s *schemas.Share) int64 {
 	n := s.Grant - c.granted
 	c.granted = s.Grant
 	return int64(min(n, bucket.MaxBurst))
+}
+
+// until returns the instant until which a share holds. One without a rate lives by grants, of which many come in a second or none:
+// it does not wait as long for them.
+func (e *Enforcer) until(c *share) int64 {
+	if c.given.Rate.Num == 0 {
+		return min(e.freshUntil.Load(), e.grantsUntil.Load())
+	}
+	return e.freshUntil.Load()
 }
 
 func (p *pool) give(e *Enforcer, s *schemas.Share, now int64) {
@@ -163,7 +178,7 @@ func (e *Enforcer) give(v *view, r *rule, q *Request, said *schemas.Share, now i
 		c.version, c.given, c.dropped = said.Version, given, false
 	}
 	c := sh.share(s.lim)
-	e.settle(v, s, c, r, q.Tenant, now > e.freshUntil.Load(), now)
+	e.settle(v, s, c, r, q.Tenant, now)
 	if s.tokens < held && !r.local { // tokens that no longer fit go back: the centre waits to hear so
 		if w&hot == 0 {
 			sh.heat(g, at)

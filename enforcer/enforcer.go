@@ -109,9 +109,10 @@ type Enforcer struct {
 	seed2 uint64
 	hot   chan struct{}
 
-	view       atomic.Pointer[view]
-	freshUntil atomic.Int64 // shares hold until then
-	heard      atomic.Int64 // instant of the last update
+	view        atomic.Pointer[view]
+	freshUntil  atomic.Int64 // shares hold until then …
+	grantsUntil atomic.Int64 // … and those that live by grants until then
+	heard       atomic.Int64 // instant of the last update
 
 	mu    sync.Mutex // guards changes of view, and what follows
 	epoch uint64     // of the newest centre that was heard
@@ -145,6 +146,7 @@ func New(cfg Config) *Enforcer {
 		fleet: cfg.Fleet, ids: map[string]int{}, pools: map[int]*pool{},
 	}
 	e.freshUntil.Store(math.MinInt64)
+	e.grantsUntil.Store(math.MinInt64)
 	e.heard.Store(math.MinInt64)
 	for i := range e.shards {
 		e.shards[i].seg.Store(newSegment(1, 0))

@@ -146,11 +146,12 @@ func (p *pool) takeFromBucket(e *Enforcer, now, n int64, at int) bucket.Decision
 // refill brings the bucket to now, and its limit up to date with the centre's silence. mu is held.
 func (p *pool) refill(e *Enforcer, now int64) {
 	if p.shared {
-		if isolated := now > e.freshUntil.Load(); isolated != p.share.isolated {
+		if until := e.until(&p.share); (now > until) != p.share.isolated {
+			isolated := now > until
 			p.share.isolated = isolated
 			at := now
 			if isolated {
-				at = min(now, e.freshUntil.Load())
+				at = until
 			}
 			p.become(p.target(), at)
 		}

@@ -220,9 +220,8 @@ func (e *Enforcer) changed(v *view, sh *shard, s *slot, r *rule, tenant string, 
 		return lim, idx
 	}
 	c := sh.share(s.lim)
-	isolated := now > e.freshUntil.Load()
-	if r = newest.byID[r.id]; r != nil && (c.gen != newest.gen || c.isolated != isolated) {
-		e.settle(newest, s, c, r, tenant, isolated, now)
+	if r = newest.byID[r.id]; r != nil && (c.gen != newest.gen || c.isolated != (now > e.until(c))) {
+		e.settle(newest, s, c, r, tenant, now)
 	}
 	if c.gen != v.gen {
 		return &c.now, v.intern(c.entry.whole, c.entry.local)
@@ -231,10 +230,11 @@ func (e *Enforcer) changed(v *view, sh *shard, s *slot, r *rule, tenant string, 
 }
 
 // settle brings a slot that has a share to the limit that the view and the centre's silence ask for.
-func (e *Enforcer) settle(v *view, s *slot, c *share, r *rule, tenant string, isolated bool, now int64) {
-	at := now
+func (e *Enforcer) settle(v *view, s *slot, c *share, r *rule, tenant string, now int64) {
+	at, until := now, e.until(c)
+	isolated := now > until
 	if isolated {
-		at = min(now, e.freshUntil.Load())
+		at = until
 	}
 	if c.gen != v.gen {
 		idx := v.entryFor(r, tenant)

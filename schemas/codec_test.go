@@ -73,7 +73,7 @@ func TestReleasedFixtures(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	u := &ThrottleUpdate{Gateways: 3, TTL: 5 * time.Second, Snapshot: true, Epoch: 6, Shares: []Share{{Rule: "contract", Key: "acme", Version: 9, RateNanos: 1, Burst: 2, LimitRateNanos: 3, LimitBurst: 4, Reason: "demand", Level: -7, Granted: 11, Grant: 13}}}
+	u := &ThrottleUpdate{Gateways: 3, TTL: 5 * time.Second, Snapshot: true, Epoch: 6, Frozen: true, Shares: []Share{{Rule: "contract", Key: "acme", Version: 9, RateNanos: 1, Burst: 2, LimitRateNanos: 3, LimitBurst: 4, Reason: "demand", Level: -7, Granted: 11, Grant: 13}}}
 	upb, err := EncodeThrottleUpdate(u)
 	if err != nil {
 		t.Fatal(err)

@@ -524,6 +524,7 @@ type ThrottleUpdate struct {
 	Snapshot      bool                   `protobuf:"varint,3,opt,name=snapshot,proto3" json:"snapshot,omitempty"`          // every live share of the gateway, in answer to a request
 	Shares        []*Share               `protobuf:"bytes,4,rep,name=shares,proto3" json:"shares,omitempty"`               // none is a sign of life
 	Epoch         uint64                 `protobuf:"varint,5,opt,name=epoch,proto3" json:"epoch,omitempty"`                // of the centre: an update of an older one than the last seen is ignored; 0 is of none
+	Frozen        bool                   `protobuf:"varint,6,opt,name=frozen,proto3" json:"frozen,omitempty"`              // the centre makes no grants now: a share that lives by them holds no longer
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -591,6 +592,13 @@ func (x *ThrottleUpdate) GetEpoch() uint64 {
 		return x.Epoch
 	}
 	return 0
+}
+
+func (x *ThrottleUpdate) GetFrozen() bool {
+	if x != nil {
+		return x.Frozen
+	}
+	return false
 }
 
 // Share is a gateway's part of one key's limit.
@@ -1078,13 +1086,14 @@ const file_weir_v1_weir_proto_rawDesc = "" +
 	"\x06client\x18\b \x01(\tR\x06client\x12$\n" +
 	"\x0eretry_after_ms\x18\t \x01(\x12R\fretryAfterMs\x12\x1a\n" +
 	"\binstance\x18\n" +
-	" \x01(\tR\binstance\"\x9d\x01\n" +
+	" \x01(\tR\binstance\"\xb5\x01\n" +
 	"\x0eThrottleUpdate\x12\x1a\n" +
 	"\bgateways\x18\x01 \x01(\rR\bgateways\x12\x15\n" +
 	"\x06ttl_ms\x18\x02 \x01(\x12R\x05ttlMs\x12\x1a\n" +
 	"\bsnapshot\x18\x03 \x01(\bR\bsnapshot\x12&\n" +
 	"\x06shares\x18\x04 \x03(\v2\x0e.weir.v1.ShareR\x06shares\x12\x14\n" +
-	"\x05epoch\x18\x05 \x01(\x04R\x05epoch\"\xa5\x02\n" +
+	"\x05epoch\x18\x05 \x01(\x04R\x05epoch\x12\x16\n" +
+	"\x06frozen\x18\x06 \x01(\bR\x06frozen\"\xa5\x02\n" +
 	"\x05Share\x12\x12\n" +
 	"\x04rule\x18\x01 \x01(\tR\x04rule\x12\x10\n" +
 	"\x03key\x18\x02 \x01(\tR\x03key\x12\x18\n" +

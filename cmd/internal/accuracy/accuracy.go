@@ -33,6 +33,7 @@ type mode struct {
 // modes are all of them, in the order in which they are shown.
 var modes = []mode{
 	{"shared", []func(*world) fleet{newWeir(limits.Shared)}},
+	{"lease", []func(*world) fleet{newWeir(limits.Lease)}},
 	{"divide-by-n", []func(*world) fleet{newDivided}},
 	{"redis-per-request", []func(*world) fleet{newCentral}},
 	{"gubernator-global", []func(*world) fleet{newGubernator(false), newGubernator(true)}},

@@ -1,2 +1,2 @@
 êN"(
-contractacme	 (08BdemandHPX(
+contractacme	 (08BdemandHPX(0
