@@ -97,6 +97,7 @@ func run(args []string, out, talk io.Writer) int {
 type result struct {
 	seed                                uint64
 	requests, unanswered, lost, doubled uint64
+	behind                              uint64 // what killed gateways never told Redis
 	faults                              int
 	took, drained                       time.Duration
 	problems                            []string // why it failed
@@ -107,6 +108,7 @@ func (r *result) add(o result) {
 	r.unanswered += o.unanswered
 	r.lost += o.lost
 	r.doubled += o.doubled
+	r.behind += o.behind
 }
 
 func (r result) String() string {
@@ -114,8 +116,8 @@ func (r result) String() string {
 	if len(r.problems) > 0 {
 		word = "FAILED"
 	}
-	return fmt.Sprintf("seed %d: %d faults, requests %d, unanswered %d, lost %d, doubled %d, drained in %.1fs of %.1fs: %s", r.seed, r.faults,
-		r.requests, r.unanswered, r.lost, r.doubled, r.drained.Seconds(), r.took.Seconds(), word)
+	return fmt.Sprintf("seed %d: %d faults, requests %d, unanswered %d, lost %d, doubled %d, Redis behind %d, drained in %.1fs of %.1fs: %s", r.seed, r.faults,
+		r.requests, r.unanswered, r.lost, r.doubled, r.behind, r.drained.Seconds(), r.took.Seconds(), word)
 }
 
 // runSeed is one run. Its folder is removed when all is well.

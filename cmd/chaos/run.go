@@ -67,6 +67,9 @@ func judge(r *rig.Rig, dir string, p plan, res *result) error {
 		return errors.Join(fmt.Errorf("%d dead letters", n), err)
 	}
 	for _, name := range []string{rig.Aggregator, rig.Alerter} {
+		if err := r.AwaitReady(name); err != nil {
+			return err
+		}
 		if code, err := r.Weirs[name].Term(); err != nil || code != 0 {
 			return errors.Join(fmt.Errorf("%s ended with %d on SIGTERM", name, code), err)
 		}
@@ -96,7 +99,7 @@ func compare(r *rig.Rig, dir string, p plan, j *rig.Journal, began time.Time, re
 			r.Log.Warn("Redis is not compared: the run took longer than it remembers", "took", time.Since(began))
 		}
 	}
-	res.lost, res.doubled = v.Lost, v.Doubled
+	res.lost, res.doubled, res.behind = v.Lost, v.Doubled, v.Behind
 	if len(v.Lines) > 0 {
 		text := strings.Join(v.Lines, "\n") + "\n"
 		if err := os.WriteFile(filepath.Join(dir, "verdict.txt"), []byte(text), 0o644); err != nil {

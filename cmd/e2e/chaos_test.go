@@ -16,7 +16,7 @@ func TestChaos(t *testing.T) {
 	if out, err := exec.Command("go", "build", "-o", chaos, "../chaos").CombinedOutput(); err != nil {
 		t.Fatalf("build chaos: %v\n%s", err, out)
 	}
-	cmd := exec.Command(chaos, "-weir", binary, "-seeds", "3", "-spare", "gw1,gw2,gw3")
+	cmd := exec.Command(chaos, "-weir", binary, "-seeds", "3")
 	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
 	var out bytes.Buffer
 	cmd.Stdout, cmd.Stderr = &out, &out

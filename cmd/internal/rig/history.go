@@ -60,20 +60,48 @@ func (r *Rig) Drain(names []string) error {
 	}
 }
 
-// drainGateway ends a gateway, again and again until it says that it has nothing left.
+// drainGateway ends a gateway, which may leave reports in its spool, lets it deliver them in another life, and ends it again.
 func (r *Rig) drainGateway(ctx context.Context, w *Weir) error {
-	for ctx.Err() == nil {
-		code, err := w.Term()
-		if err != nil || code == 0 {
-			return err
-		}
-		r.Log.Warn("gateway ended with something left", "gateway", w.name, "code", code)
+	for life := range 2 {
 		if err := w.Restart(); err != nil {
 			return err
 		}
-		time.Sleep(500 * time.Millisecond)
+		for life > 0 {
+			left, err := r.Metric(w.name, "weir_ingest_pending_reports")
+			if err == nil && left == 0 {
+				break
+			}
+			select {
+			case <-ctx.Done():
+				return errors.Join(fmt.Errorf("%s has %.0f reports left after %s", w.name, left, drainWithin), err)
+			case <-time.After(50 * time.Millisecond):
+			}
+		}
+		if code, err := w.Term(); err != nil || code != 0 {
+			return errors.Join(fmt.Errorf("%s ended with %d on SIGTERM", w.name, code), err)
+		}
 	}
-	return fmt.Errorf("%s has something left after %s", w.name, drainWithin)
+	return nil
+}
+
+// AwaitReady waits until a weir says that it is ready.
+func (r *Rig) AwaitReady(name string) error {
+	client := http.Client{Timeout: 2 * time.Second}
+	said := ""
+	for deadline := time.Now().Add(drainWithin); time.Now().Before(deadline); time.Sleep(50 * time.Millisecond) {
+		resp, err := client.Get("http://" + r.metrics[name] + "/readyz")
+		if err != nil {
+			said = err.Error()
+			continue
+		}
+		body, err := io.ReadAll(resp.Body)
+		_ = resp.Body.Close()
+		if err == nil && resp.StatusCode == http.StatusOK {
+			return nil
+		}
+		said = fmt.Sprintf("%s %s", resp.Status, body)
+	}
+	return fmt.Errorf("%s is not ready %s after all is well: %s", name, drainWithin, said)
 }
 
 // behind says what of the stream is not yet read.

@@ -47,18 +47,18 @@ func TestVerdict(t *testing.T) {
 
 	oracle := map[Cell]*Entry{c: {Answered: Outcomes{"": 3, "contract": 9}, Unanswered: 1}, {"gw2", "acme", "other"}: {Answered: Outcomes{"": 4}}}
 	for _, tt := range []struct {
-		total, stored uint64
-		killed        bool
-		lost, doubled uint64
+		total, stored         uint64
+		killed                bool
+		lost, doubled, behind uint64
 	}{
-		{7, 7, false, 0, 0}, {8, 8, false, 0, 0}, {6, 7, false, 1, 0}, {9, 7, false, 0, 1}, {0, 7, true, 7, 0},
-		{8, 7, false, 0, 1}, {7, 8, false, 1, 0}, // not by themselves, but not what the history has
-		{8, 7, true, 0, 0}, {7, 8, true, 0, 0},
+		{7, 7, false, 0, 0, 0}, {8, 8, false, 0, 0, 0}, {6, 7, false, 1, 0, 0}, {9, 7, false, 0, 2, 0}, {0, 7, false, 7, 0, 0},
+		{8, 7, false, 0, 1, 0}, {7, 8, false, 1, 0, 0}, // possible, but not what the history has
+		{8, 7, true, 0, 0, 0}, {7, 8, true, 0, 0, 1}, {5, 7, true, 0, 0, 2}, {9, 7, true, 0, 1, 0},
 	} {
 		var v Verdict
 		v.Redis(oracle, map[Cell]Outcomes{c: {"": tt.stored - 4, "contract": 9}, {"gw2", "acme", "other"}: {"": 4}}, map[string]uint64{"acme": tt.total}, tt.killed)
-		if v.Lost != tt.lost || v.Doubled != tt.doubled {
-			t.Errorf("%+v: lost %d, doubled %d", tt, v.Lost, v.Doubled)
+		if v.Lost != tt.lost || v.Doubled != tt.doubled || v.Behind != tt.behind {
+			t.Errorf("%+v: lost %d, doubled %d, behind %d", tt, v.Lost, v.Doubled, v.Behind)
 		}
 	}
 }
