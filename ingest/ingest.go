@@ -344,7 +344,11 @@ func (r *Reporter) seal() {
 	}
 	seq, requests, version, now := r.seq, uint64(0), r.cfg.PolicyVersion(), time.Now().UTC()
 	var err error
-	for report, at := r.pending.cut(cut{}, r.cfg.MaxEntries, bytes); report != nil && err == nil; report, at = r.pending.cut(at, r.cfg.MaxEntries, bytes) {
+	from := cut{}
+	if reports >= r.cfg.MaxReports { // what a bucket was like long ago is of no use: buckets merge until the others are through
+		from.tokens = len(r.pending.tokens)
+	}
+	for report, at := r.pending.cut(from, r.cfg.MaxEntries, bytes); report != nil && err == nil; report, at = r.pending.cut(at, r.cfg.MaxEntries, bytes) {
 		seq++
 		report.Gateway, report.Boot, report.Seq = r.gateway, r.boot, seq
 		report.PolicyVersion, report.SealedAt = version, now
@@ -369,7 +373,7 @@ func (r *Reporter) seal() {
 	r.m.Spooled.Add(float64(requests))
 	r.seq = seq
 	r.sealed.Store(r.gathered)
-	r.pending.clear()
+	r.pending.clear(from.tokens > 0)
 }
 
 // headerBytes is room for what a message has besides its report.

@@ -824,3 +824,44 @@ func TestTooLargeReportGoesLast(t *testing.T) {
 		}
 	})
 }
+
+// roomy is a spool that takes any number of reports.
+type roomy struct{ *memory }
+
+func (roomy) Full() bool { return false }
+
+// While many reports wait, buckets merge, requests do not; afterwards the buckets come, with all that they took.
+func TestBucketsMergeWhileReportsWait(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		far, buckets := &stream{away: true}, newTable()
+		r := New(Config{Spool: roomy{newMemory(1)}, MaxReports: 5}, "gw", "boot", buckets, far, quiet, nil)
+		stop := begin(r)
+		for i := range 60 {
+			r.Count(time.Now(), "a", "r", "", "", 1)
+			buckets.put(true, schemas.Tokens{Rule: "c", Key: "a", Cum: uint64(i + 1), Taken: 1})
+			time.Sleep(time.Second)
+		}
+		if n, requests := r.Pending(); requests != 60 || n < 60 || n > 65 {
+			t.Errorf("Pending() = %d, %d, want a report for each second and 60", n, requests)
+		}
+		far.setAway(false)
+		if err := stop(); err != nil {
+			t.Fatal(err)
+		}
+		far.check(t)
+		var records int
+		var taken, allowed uint64
+		for _, rep := range far.reports {
+			records += len(rep.Tokens)
+			for _, b := range rep.Tokens {
+				taken += b.Taken
+			}
+			for _, u := range rep.Usage {
+				allowed += u.Allowed
+			}
+		}
+		if allowed != 60 || taken != 60 || records > 8 {
+			t.Errorf("%d requests, %d taken in %d records, want 60, 60 in a few", allowed, taken, records)
+		}
+	})
+}

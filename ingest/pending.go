@@ -169,18 +169,25 @@ func (p *pending) cut(from cut, maxEntries, maxBytes int) (*schemas.Report, cut)
 	}, to
 }
 
-// clear forgets all.
-func (p *pending) clear() {
-	if cap(p.usage)+cap(p.tokens) > 4096 && p.len()*8 < cap(p.usage)+cap(p.tokens) { // a peak has passed: let go of its memory
+// clear forgets all, or all but buckets.
+func (p *pending) clear(keepTokens bool) {
+	was := *p
+	if p.len()*8 < cap(p.usage)+cap(p.tokens) && cap(p.usage)+cap(p.tokens) > 4096 { // a peak has passed: let go of its memory
 		*p = newPending()
-		return
+	} else {
+		clear(p.usageAt)
+		clear(p.usage)
+		clear(p.rejections)
+		p.usage, p.rejections, p.generation = p.usage[:0], p.rejections[:0], 0
+		if !keepTokens {
+			clear(p.tokensAt)
+			clear(p.tokens)
+			p.tokens = p.tokens[:0]
+		}
 	}
-	clear(p.usageAt)
-	clear(p.tokensAt)
-	clear(p.usage)
-	clear(p.tokens)
-	clear(p.rejections)
-	p.usage, p.tokens, p.rejections, p.generation = p.usage[:0], p.tokens[:0], p.rejections[:0], 0
+	if keepTokens {
+		p.tokens, p.tokensAt = was.tokens, was.tokensAt
+	}
 }
 
 // text is s as a report may carry it: valid UTF-8 of at most schemas.MaxTextBytes.
