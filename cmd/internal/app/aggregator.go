@@ -80,7 +80,8 @@ func NewAggregator(ctx context.Context, s Servers, nc *nats.Conn, m *Metrics, st
 	h := &history{nc: nc, store: store, marks: marks, declare: declare, streams: m.streams, log: log,
 		auditor: newAuditor(js, log, func(ctx context.Context, from, to time.Time) (Reconciliation, error) {
 			return Reconcile(ctx, Books{NATS: nc, Counter: counter, Store: store}, from, to)
-		})}
+		}),
+		account: newAccountant(store, js, m.overshoot, log)}
 	a.history = h
 	stack.Go("marks of stored reports", marks.Run)
 	stack.Go("recorder", func(ctx context.Context) error { recorder.Run(ctx); return nil })
@@ -110,13 +111,15 @@ func (a *Aggregator) Ready() error {
 	return errors.Join(a.throttle.Ready(), a.history.ready())
 }
 
-// history is what one aggregator at a time does: it keeps the ledger, the history of alerts, and the hourly reconciliation.
+// history is what one aggregator at a time does: it keeps the ledger and the history of alerts, reconciles
+// the accounts every hour, and measures the accuracy.
 // The others stand by.
 type history struct {
 	nc      *nats.Conn
 	store   *clickhouse.Store
 	marks   *jetstream.Marks
 	auditor *auditor
+	account *accountant
 	declare func(context.Context) error
 	streams *jetstream.Metrics
 	log     *slog.Logger
@@ -141,6 +144,7 @@ func (h *history) keep(ctx context.Context) error {
 	g.Go(func() error { return reports.Consume(ctx, h.marks.After(h.store.Reports)) })
 	g.Go(func() error { return alerts.Consume(ctx, h.store.Alerts) })
 	g.Go(func() error { return h.auditor.run(ctx) })
+	g.Go(func() error { return h.account.run(ctx) })
 	if err := g.Wait(); !errors.Is(err, jetstream.ErrFenced) {
 		return err
 	}

@@ -2,15 +2,12 @@ package app
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"log/slog"
 	"time"
 
-	"github.com/nats-io/nats.go"
 	natsjs "github.com/nats-io/nats.go/jetstream"
 
-	"github.com/weirhq/weir/alerting"
 	"github.com/weirhq/weir/schemas"
 )
 
@@ -25,19 +22,14 @@ const (
 )
 
 // auditor reconciles the closed hours once an hour, and says in the alerts' stream which do not add up and which do again.
-// What fires is what the stream says, and each change names the message that it follows: a restart or a second auditor
-// tells nothing twice.
 type auditor struct {
 	reconcile func(ctx context.Context, from, to time.Time) (Reconciliation, error)
-	js        natsjs.JetStream
+	alerts    *bulletin
 	log       *slog.Logger
-
-	seq    uint64                   // of the last message known
-	firing map[string]schemas.Alert // by dedup key
 }
 
 func newAuditor(js natsjs.JetStream, log *slog.Logger, reconcile func(ctx context.Context, from, to time.Time) (Reconciliation, error)) *auditor {
-	return &auditor{reconcile: reconcile, js: js, log: log, firing: map[string]schemas.Alert{}}
+	return &auditor{reconcile: reconcile, alerts: newBulletin(js, AlertReconciliation, schemas.SeverityCritical, log), log: log}
 }
 
 // run audits until ctx is done.
@@ -66,12 +58,12 @@ func (a *auditor) run(ctx context.Context) error {
 
 // audit looks at the closed hours, as they are at now.
 func (a *auditor) audit(ctx context.Context, now time.Time) error {
-	if err := a.learn(ctx); err != nil {
+	if err := a.alerts.learn(ctx); err != nil {
 		return err
 	}
 	to := now.UTC().Add(-auditDelay).Truncate(time.Hour)
 	from := to.Add(-auditPast)
-	for _, f := range a.firing {
+	for _, f := range a.alerts.firing {
 		if hour := auditedHour(f.DedupKey); hour.Before(from) && hour.After(now.Add(-auditOldest)) {
 			from = hour
 		}
@@ -87,16 +79,16 @@ func (a *auditor) audit(ctx context.Context, now time.Time) error {
 		}
 	}
 	for hour := from; hour.Before(to); hour = hour.Add(time.Hour) {
-		was, fires := a.firing[auditKey(hour)]
+		was, fires := a.alerts.firing[auditKey(hour)]
 		all := wrong[hour]
 		switch {
 		case len(all) > 0 && !fires:
-			err = a.tell(ctx, schemas.Alert{Type: schemas.AlertFiring, Name: AlertReconciliation, Severity: schemas.SeverityCritical, DedupKey: auditKey(hour),
+			err = a.alerts.tell(ctx, schemas.Alert{Type: schemas.AlertFiring, DedupKey: auditKey(hour),
 				Gateway: all[0].Gateway, Summary: auditSummary(hour, all), Value: auditSize(all), StartsAt: now.UTC().Truncate(time.Millisecond)})
 		case len(all) == 0 && fires:
 			was.Type, was.EndsAt, was.Value = schemas.AlertResolved, now.UTC().Truncate(time.Millisecond), 0
 			was.Summary = fmt.Sprintf("usage of the hour %s adds up", hour.Format(time.RFC3339))
-			err = a.tell(ctx, was)
+			err = a.alerts.tell(ctx, was)
 		}
 		if err != nil {
 			return err
@@ -135,59 +127,4 @@ func auditSize(all []Difference) (n float64) {
 		n += max(float64(d.Want-d.Have), float64(d.Have-d.Want))
 	}
 	return n
-}
-
-// learn reads what the stream says since we last looked.
-func (a *auditor) learn(ctx context.Context) error {
-	const doing = "read " + schemas.AlertsStream
-	stream, err := a.js.Stream(ctx, schemas.AlertsStream)
-	if err != nil {
-		return fmt.Errorf("%s: %w", doing, err)
-	}
-	last := stream.CachedInfo().State.LastSeq
-	if last < a.seq { // another stream of that name
-		a.seq, a.firing = 0, map[string]schemas.Alert{}
-	}
-	for a.seq < last {
-		msg, err := stream.GetMsg(ctx, a.seq+1, natsjs.WithGetMsgSubject(schemas.AlertPrefix+schemas.SeverityCritical))
-		if errors.Is(err, natsjs.ErrMsgNotFound) {
-			a.seq = last
-			break
-		}
-		if err != nil {
-			return fmt.Errorf("%s: %w", doing, err)
-		}
-		a.seq = msg.Sequence
-		switch alert, err := schemas.DecodeAlert(msg.Data); {
-		case err != nil || alert.Name != AlertReconciliation: // somebody else's
-		case alert.Type == schemas.AlertFiring:
-			a.firing[alert.DedupKey] = *alert
-		default:
-			delete(a.firing, alert.DedupKey)
-		}
-	}
-	return nil
-}
-
-// tell stores a change, unless the stream has a message that we do not know.
-func (a *auditor) tell(ctx context.Context, alert schemas.Alert) error {
-	body, err := schemas.EncodeAlert(&alert)
-	if err != nil {
-		return fmt.Errorf("store alert %s: %w", alert.DedupKey, err)
-	}
-	msg := &nats.Msg{Subject: schemas.AlertPrefix + alert.Severity, Data: body, Header: nats.Header{"Content-Type": {schemas.ContentJSON}}}
-	ack, err := a.js.PublishMsg(ctx, msg, natsjs.WithMsgID(alerting.MessageID(&alert)), natsjs.WithExpectLastSequence(a.seq))
-	if err != nil {
-		return fmt.Errorf("store alert %s: %w", alert.DedupKey, err)
-	}
-	a.seq = ack.Sequence
-	level := slog.LevelWarn
-	if alert.Type == schemas.AlertFiring {
-		a.firing[alert.DedupKey] = alert
-	} else {
-		level = slog.LevelInfo
-		delete(a.firing, alert.DedupKey)
-	}
-	a.log.Log(ctx, level, "reconciliation", "type", alert.Type, "hour", auditedHour(alert.DedupKey), "summary", alert.Summary)
-	return nil
 }

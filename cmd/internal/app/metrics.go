@@ -31,6 +31,7 @@ type Metrics struct {
 	cast       *natscast.Metrics
 	store      *clickhouse.Metrics
 	alerting   *alerting.Metrics
+	overshoot  *prometheus.GaugeVec
 }
 
 // NewMetrics registers everything once, and gives each part its stage of weir_usage_units_total and its part of weir_degraded.
@@ -41,6 +42,9 @@ func NewMetrics() *Metrics {
 		guard: httpguard.NewMetrics(reg), feed: natsfeed.NewMetrics(reg), aggregator: aggregator.NewMetrics(reg),
 		cast: natscast.NewMetrics(reg), store: clickhouse.NewMetrics(reg), alerting: alerting.NewMetrics(reg),
 	}
+	m.overshoot = prometheus.NewGaugeVec(prometheus.GaugeOpts{Name: "weir_overshoot_ratio",
+		Help: "Of what all gateways admitted under a rule in the last minute, the part that one bucket would not have."}, []string{"rule"})
+	reg.MustRegister(m.overshoot)
 	m.ingest.Admitted, m.ingest.Spooled, m.ingest.Acked = shared.Units("admitted"), shared.Units("spooled"), shared.Units("acked")
 	m.aggregator.Reconciled, m.store.Stored = shared.Units("reconciled"), shared.Units("stored")
 	m.nats.Degraded, m.streams.Degraded, m.ingest.Degraded = shared.Degraded("nats"), shared.Degraded("consumer"), shared.Degraded("ingest")

@@ -11,6 +11,7 @@ func TestMetricsOfTheContract(t *testing.T) {
 	m.shared.Policy(1, true)
 	m.guard.Decisions.WithLabelValues("guard", "guard", "refused")
 	m.guard.Remaining.WithLabelValues("guard")
+	m.overshoot.WithLabelValues("contract")
 	m.streams.Lag.WithLabelValues(historyConsumer)
 	m.aggregator.ClockOffset.WithLabelValues("gateway-1")
 	m.alerting.Firing.WithLabelValues("anomaly")
@@ -35,6 +36,7 @@ func TestMetricsOfTheContract(t *testing.T) {
 		"weir_decisions_total": "decision,layer,rule", "weir_decision_seconds": "", "weir_tokens_remaining_ratio": "rule",
 		"weir_usage_units_total": "stage", "weir_degraded": "part", "weir_clock_offset_seconds": "gateway",
 		"weir_consumer_lag_seconds": "consumer", "weir_alerts_firing": "alert", "weir_policy_version": "", "weir_build_info": "go,version",
+		"weir_overshoot_ratio": "rule",
 	} {
 		if got, ok := labels[name]; !ok || got != want {
 			t.Errorf("metric %s has labels %q (there: %v), want %q", name, got, ok, want)
