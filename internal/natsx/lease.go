@@ -23,6 +23,9 @@ type Lease struct {
 	Log    *slog.Logger
 }
 
+// giveBack bounds how long giving a lease back may take.
+const giveBack = time.Second
+
 // released is the value of a lease that its holder has given back.
 const released = "-"
 
@@ -89,7 +92,7 @@ func (l Lease) while(ctx context.Context, revision uint64, f func(context.Contex
 	err := f(held)
 	cancel()
 	// What is given back need not expire. It is the last thing that happens, so ctx may be done by now.
-	give, done := context.WithTimeout(context.WithoutCancel(ctx), l.Every)
+	give, done := context.WithTimeout(context.WithoutCancel(ctx), giveBack)
 	defer done()
 	if last := <-kept; last != 0 {
 		if _, giveErr := l.KV.Update(give, l.Key, []byte(released), last); giveErr != nil {
