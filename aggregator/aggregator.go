@@ -99,6 +99,7 @@ type Aggregator struct {
 	keys     map[Key]*entry       // keys of which some gateway holds a share it would not guess
 	degraded time.Time            // since when the counter does not answer; zero while it does
 	castLost int                  // updates not sent since the last word about it
+	epoch    uint64               // of this centre; 0 before it has one
 	behind   bool                 // the last batch of reports was not folded
 	believe  time.Time            // until then gateways are listened to, and no limit is divided
 	delays   map[string]*delay    // of each gateway's reports
@@ -283,6 +284,27 @@ func (a *Aggregator) Heartbeat(h *schemas.Heartbeat, arrived time.Time) {
 	}
 }
 
+// Take answers gateways that ask about each request of a key whose limit is kept strictly.
+func (a *Aggregator) Take(ctx context.Context, asked []schemas.TakeRequest) ([]schemas.TakeReply, error) {
+	takes := make([]Take, len(asked))
+	for i, q := range asked {
+		takes[i] = Take{Key: Key{q.Rule, q.Key}, Limit: Limit{q.LimitRateNanos, q.LimitBurst}, Cost: q.Cost}
+	}
+	taken, err := a.counter.Take(ctx, takes)
+	a.answered(err)
+	if err != nil {
+		return nil, fmt.Errorf("take tokens of %d keys: %w", len(takes), err)
+	}
+	replies := make([]schemas.TakeReply, len(taken))
+	for i, t := range taken {
+		replies[i] = schemas.TakeReply{Allowed: t.OK, Remaining: max(t.LevelMicros, 0) / 1e6, RetryIn: t.Wait}
+		if t.Wait < 0 {
+			replies[i].RetryIn = math.MaxInt64
+		}
+	}
+	return replies, nil
+}
+
 // Snapshot is every live share of gateway, from the counter and not from memory: it is as good right after a start. It waits
 // until the fleet is known.
 func (a *Aggregator) Snapshot(ctx context.Context, gateway string) (*schemas.ThrottleUpdate, error) {
@@ -358,6 +380,7 @@ func (a *Aggregator) Step(ctx context.Context) (next time.Time) {
 	if a.due(&a.keepaliveAt, a.cfg.Keepalive) {
 		a.expire()
 		if !a.cfg.Now().Before(a.learned) {
+			a.takeOver(ctx)
 			a.keepalive(ctx)
 			if !a.recalled {
 				a.recalled = a.recall(ctx)
@@ -370,6 +393,22 @@ func (a *Aggregator) Step(ctx context.Context) (next time.Time) {
 	}
 	a.serve(ctx)
 	return a.Due()
+}
+
+// takeOver begins this centre's epoch: what one before it says from now on is late. Without a counter there is none yet, and nothing
+// to grant.
+func (a *Aggregator) takeOver(ctx context.Context) {
+	a.mu.Lock()
+	has := a.epoch > 0
+	a.mu.Unlock()
+	if has {
+		return
+	}
+	n, err := a.counter.Epoch(ctx)
+	a.answered(err)
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	a.epoch = n
 }
 
 // Due returns when Step has something to do next. Reports may make it sooner.
@@ -480,7 +519,7 @@ func (a *Aggregator) gateways() []string { return slices.Sorted(maps.Keys(a.flee
 
 // update is a message without shares. mu is held.
 func (a *Aggregator) update(gateways int) *schemas.ThrottleUpdate {
-	return &schemas.ThrottleUpdate{Gateways: gateways, TTL: a.cfg.TTL, Frozen: a.behind || !a.degraded.IsZero() || a.cfg.Now().Before(a.believe)}
+	return &schemas.ThrottleUpdate{Gateways: gateways, TTL: a.cfg.TTL, Epoch: a.epoch, Frozen: a.behind || !a.degraded.IsZero() || a.cfg.Now().Before(a.believe)}
 }
 
 func (a *Aggregator) keepalive(ctx context.Context) {
@@ -787,6 +826,9 @@ func (a *Aggregator) changes(s *KeyState, f *Fold, fleet []string, now time.Time
 		e = &entry{state: *s, held: make(map[string]*held)}
 	}
 	e.hear(f, s)
+	if e.consistency == "strict" {
+		return nil // nobody has a share
+	}
 	if known && s.Version <= e.state.Version {
 		return nil // a newer state overtook this one
 	}

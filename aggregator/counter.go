@@ -18,12 +18,33 @@ type Counter interface {
 	// Mark makes keys live for a minute: gateways hold shares of them that a gateway without a share would not guess.
 	Mark(ctx context.Context, keys []Key) error
 
+	// Take takes tokens of keys whose limits are kept strictly, each as if it were alone and in order. It is not for repeating:
+	// after an error some may have been taken.
+	Take(ctx context.Context, takes []Take) ([]Taken, error)
+
+	// Epoch begins an epoch of the centre, above all that were begun before, also over a loss of the counter's memory.
+	Epoch(ctx context.Context) (uint64, error)
+
 	// Live returns the states of all live keys, at most some hundred thousand. A key that was forgotten is left out.
 	Live(ctx context.Context) ([]KeyState, error)
 }
 
 // Key names a bucket. Any bytes may stand in it.
 type Key struct{ Rule, Key string }
+
+// Take asks for tokens of one key: all of them or none.
+type Take struct {
+	Key   Key
+	Limit Limit
+	Cost  int64 // below 0: give back
+}
+
+// Taken is the answer to a Take.
+type Taken struct {
+	OK          bool
+	LevelMicros int64         // afterwards
+	Wait        time.Duration // 0 when OK; else until the same would be; below 0 for ever
+}
 
 // Fold is all that one batch says about one key. Without uses it only lets time pass.
 type Fold struct {

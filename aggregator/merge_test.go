@@ -76,6 +76,8 @@ func (n *nothing) Fold(_ context.Context, folds []Fold) ([]KeyState, error) {
 	}
 	return states, nil
 }
+func (*nothing) Take(context.Context, []Take) ([]Taken, error)               { return nil, nil }
+func (*nothing) Epoch(context.Context) (uint64, error)                       { return 1, nil }
 func (*nothing) Mark(context.Context, []Key) error                           { return nil }
 func (*nothing) Live(context.Context) ([]KeyState, error)                    { return nil, nil }
 func (*nothing) Cast(context.Context, string, *schemas.ThrottleUpdate) error { return nil }

@@ -21,6 +21,7 @@ type Config struct {
 	Fleet      int           // gateways that share the limits, until the centre says how many (1)
 	StaleAfter time.Duration // silence of the centre that makes the mode stale (3s)
 	ShareTTL   time.Duration // silence after which shares no longer hold, where an update does not say (30s)
+	Ask        bool          // rules that are kept strictly are left to Settle; else this gateway's part of the limit decides
 	Clock      func() int64  // what Check's now is read from, for SetPolicy, Apply and Mode (Monotonic)
 }
 
@@ -74,6 +75,7 @@ type Decision struct {
 	Shadow      []string      // shadow rules that would have refused; shared, do not change
 
 	view      *view
+	asks      uint64    // rules in view.checks that the centre is to be asked for
 	standings [8]uint64 // tokens left, entry and rule, in few bits: every check clears and copies them
 }
 
@@ -206,8 +208,12 @@ func (e *Enforcer) Check(now int64, q *Request) (d Decision) {
 				continue
 			}
 			d.lost(r)
-			e.putBack(v.checks[:i], v, q, now, first)
+			e.giveBack(v, i, q, now, first, &d)
 			return d
+		}
+		if r.strict && r.open(e, i, now, q.Cost) {
+			d.asks |= 1 << i
+			continue
 		}
 		var ok bool
 		if r.pool != nil {
@@ -219,7 +225,7 @@ func (e *Enforcer) Check(now int64, q *Request) (d Decision) {
 			ok = e.take(v, r, q, now, &d)
 		}
 		if !ok {
-			e.putBack(v.checks[:i], v, q, now, first)
+			e.giveBack(v, i, q, now, first, &d)
 			return d
 		}
 	}
@@ -251,6 +257,20 @@ func (e *Enforcer) askShadows(v *view, q *Request, now int64, d *Decision) {
 			d.Shadow = r.names(d.Shadow)
 		}
 	}
+}
+
+// giveBack gives back what the rules before v.checks[n] took.
+func (e *Enforcer) giveBack(v *view, n int, q *Request, now int64, first credit, d *Decision) {
+	if d.asks == 0 {
+		e.putBack(v.checks[:n], v, q, now, first)
+		return
+	}
+	for i := range n {
+		if d.asks&(1<<i) == 0 {
+			e.putBack(v.checks[i:i+1], v, q, now, first)
+		}
+	}
+	d.asks = 0
 }
 
 // putBack gives back what rules took. first is the credit of the first pool among them that had one.

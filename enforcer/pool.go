@@ -207,9 +207,18 @@ func (p *pool) credits() (sum int64) {
 	return sum
 }
 
+func (p *pool) owns(s *stripe) bool {
+	for i := range p.stripes {
+		if &p.stripes[i] == s {
+			return true
+		}
+	}
+	return false
+}
+
 // put gives back n tokens.
 func (p *pool) put(n int64, to credit) {
-	if s := to.stripe; s != nil {
+	if s := to.stripe; s != nil && p.owns(s) {
 		for {
 			w := s.word.Load()
 			if uint32(w>>32) != to.filling {

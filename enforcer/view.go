@@ -31,6 +31,7 @@ type rule struct {
 	routes      []string
 	local       bool
 	consistency string // empty for shared
+	strict      bool   // the centre is asked
 	onLoss      limits.StoreLoss
 	fixed       uint32   // index of the entry, unless the limit is by plan
 	pool        *pool    // of a rule whose key has no parts
@@ -118,6 +119,7 @@ func (e *Enforcer) compile(p *limits.Policy, fleet int, prev *view, now int64) *
 		r.eager = !r.local && fleet > 1
 		if !r.local {
 			r.onLoss = src.OnStoreLoss
+			r.strict = e.cfg.Ask && src.Consistency == limits.Strict && src.Mode == limits.Enforce
 		}
 		if src.Consistency != limits.Shared {
 			r.consistency = src.Consistency.String()

@@ -230,8 +230,8 @@ func DecodeTakeRequest(b []byte) (TakeRequest, error) {
 	if err := proto.Unmarshal(b, &p); err != nil {
 		return TakeRequest{}, fmt.Errorf("decode request for tokens: %w", err)
 	}
-	if p.Rule == "" || p.LimitRateNanos <= 0 || p.LimitBurst <= 0 || p.Cost <= 0 {
-		return TakeRequest{}, fmt.Errorf("decode request for tokens: %d of a limit of %d and %d, want all above 0 and a rule", p.Cost, p.LimitRateNanos, p.LimitBurst)
+	if p.Rule == "" || p.LimitRateNanos <= 0 || p.LimitBurst <= 0 || p.Cost == 0 {
+		return TakeRequest{}, fmt.Errorf("decode request for tokens: %d of a limit of %d and %d, want a rule, a limit and a cost", p.Cost, p.LimitRateNanos, p.LimitBurst)
 	}
 	return TakeRequest{Rule: p.Rule, Key: p.Key, LimitRateNanos: p.LimitRateNanos, LimitBurst: p.LimitBurst, Cost: p.Cost}, nil
 }

@@ -53,7 +53,7 @@ type TakeRequest struct {
 	Rule, Key      string
 	LimitRateNanos int64
 	LimitBurst     int64
-	Cost           int64 // tokens, above 0
+	Cost           int64 // tokens, not 0: below, tokens are given back
 }
 
 // TakeReply answers a TakeRequest.

@@ -200,6 +200,87 @@ func Counter(t *testing.T, open func(t *testing.T) aggregator.Counter) {
 			t.Errorf("Live = %v, %v, want none", live, err)
 		}
 	})
+	t.Run("outstanding tokens and bounds", func(t *testing.T) {
+		c := open(t)
+		level(t, one(t, c, key, limit, use("g1", 1, 130, 130)), -30)
+		fold := aggregator.Fold{Key: key, Limit: limit}
+		for _, step := range []struct {
+			bounds      *aggregator.Bounds
+			outstanding int64
+			want        int64
+		}{
+			{&aggregator.Bounds{LeastMicros: 7e6, MostMicros: 9e6}, 0, 7},
+			{&aggregator.Bounds{LeastMicros: -5e6, MostMicros: 3e6}, 0, 3},
+			{&aggregator.Bounds{LeastMicros: 500e6, MostMicros: 900e6}, 0, 100},
+			{&aggregator.Bounds{LeastMicros: 500e6, MostMicros: 900e6}, 25, 125},
+			{nil, 25, 125},
+			{nil, 5, 105},
+			{nil, 0, 100},
+		} {
+			fold.Bounds, fold.Outstanding = step.bounds, step.outstanding
+			states, err := c.Fold(context.Background(), []aggregator.Fold{fold})
+			if err != nil {
+				t.Fatal(err)
+			}
+			level(t, states[0], step.want)
+		}
+	})
+	t.Run("a key that was not there is new", func(t *testing.T) {
+		c := open(t)
+		if s := one(t, c, key, limit, use("g1", 1, 10, 10)); !s.New {
+			t.Errorf("first state %+v, want a new one", s)
+		}
+		if s := one(t, c, key, limit, use("g1", 1, 10, 10)); s.New {
+			t.Errorf("second state %+v, want none that is new", s)
+		}
+	})
+	t.Run("tokens are taken one request at a time", func(t *testing.T) {
+		c := open(t)
+		take := func(costs ...int64) []aggregator.Taken {
+			t.Helper()
+			var takes []aggregator.Take
+			for _, n := range costs {
+				takes = append(takes, aggregator.Take{Key: key, Limit: limit, Cost: n})
+			}
+			taken, err := c.Take(context.Background(), takes)
+			if err != nil {
+				t.Fatal(err)
+			}
+			return taken
+		}
+		for i, want := range []struct {
+			ok    bool
+			level int64
+			wait  time.Duration // to the minute
+		}{{true, 40, 0}, {false, 40, 20 * time.Hour}, {true, 0, 0}, {false, 0, time.Hour}, {false, 0, -1}, {true, 5, 0}, {true, 0, 0}} {
+			got := take([]int64{60, 60, 40, 1, 101, -5, 5}[i])[0]
+			wait := got.Wait.Round(time.Minute)
+			if got.Wait < 0 {
+				wait = -1
+			}
+			if got.OK != want.ok || (got.LevelMicros+500_000)/1e6 != want.level || wait != want.wait {
+				t.Errorf("take %d = %+v, want %+v", i, got, want)
+			}
+		}
+		if all := take(-3, 2, 2); !all[1].OK || all[2].OK {
+			t.Errorf("three at once = %+v, want the last refused", all)
+		}
+		level(t, one(t, c, key, limit, use("g1", 1, 4, 4)), -3)
+		if got := take(1)[0]; got.OK {
+			t.Errorf("taken from a bucket in debt: %+v", got)
+		}
+	})
+	t.Run("epochs only grow", func(t *testing.T) {
+		c := open(t)
+		last := uint64(0)
+		for range 5 {
+			n, err := c.Epoch(context.Background())
+			if err != nil || n <= last {
+				t.Fatalf("Epoch = %d, %v after %d", n, err, last)
+			}
+			last = n
+		}
+	})
 	t.Run("largest numbers", func(t *testing.T) {
 		c := open(t)
 		huge := aggregator.Limit{RateNanos: 1<<63 - 1, Burst: 1<<63 - 1}

@@ -15,10 +15,11 @@ import (
 type Memory struct {
 	Now func() time.Time
 
-	mu   sync.Mutex
-	err  error
-	keys map[aggregator.Key]*bucket
-	live map[aggregator.Key]int64 // until, in µs
+	mu    sync.Mutex
+	epoch uint64
+	err   error
+	keys  map[aggregator.Key]*bucket
+	live  map[aggregator.Key]int64 // until, in µs
 }
 
 // NewMemory returns an empty counter with the wall clock.
@@ -65,6 +66,7 @@ func (m *Memory) Flush() {
 	defer m.mu.Unlock()
 	clear(m.keys)
 	clear(m.live)
+	m.epoch = 0
 }
 
 // Total is the number of tokens counted for a key.
@@ -190,6 +192,47 @@ func (b *bucket) use(u *aggregator.Use, now int64) {
 		asked = aggregator.Blend(aggregator.Fade(d.micros, now-d.until), asked, u.SureNanos/1000, u.Span.Microseconds())
 	}
 	d.micros, d.until = asked, now+u.Window.Microseconds()
+}
+
+// Take is aggregator.Counter.
+func (m *Memory) Take(_ context.Context, takes []aggregator.Take) ([]aggregator.Taken, error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.err != nil {
+		return nil, m.err
+	}
+	now := m.Now().UnixMicro()
+	taken := make([]aggregator.Taken, len(takes))
+	for i := range takes {
+		t := &takes[i]
+		m.fold(&aggregator.Fold{Key: t.Key, Limit: t.Limit}, now)
+		b := m.keys[t.Key]
+		full, cost := b.limit.Burst*1e6, t.Cost*1e6
+		switch {
+		case cost <= b.level || cost < 0:
+			taken[i].OK = true
+			b.level = min(b.level-cost, full)
+			b.total += t.Cost
+		case cost > full:
+			taken[i].Wait = -time.Microsecond
+		default:
+			speed := float64(b.limit.RateNanos) / 1e9
+			taken[i].Wait = time.Duration(math.Ceil(float64(cost-b.level)/speed)) * time.Microsecond
+		}
+		taken[i].LevelMicros = b.level
+	}
+	return taken, nil
+}
+
+// Epoch is aggregator.Counter.
+func (m *Memory) Epoch(context.Context) (uint64, error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.err != nil {
+		return 0, m.err
+	}
+	m.epoch = max(m.epoch+1, uint64(max(m.Now().UnixMicro(), 1)))
+	return m.epoch, nil
 }
 
 // Mark is aggregator.Counter.

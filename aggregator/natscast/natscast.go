@@ -26,6 +26,10 @@ const (
 	queue = "weir-aggregator"
 	// waiting bounds the messages of one subject that wait to be handled. What is beyond is lost, and comes again.
 	waiting = 4096
+	// together is how many requests for tokens are one call of the counter, and takers how many calls there are at once.
+	together, takers = 256, 4
+	// takeTimeout bounds such a call. The gateway waits no longer than a few milliseconds.
+	takeTimeout = 20 * time.Millisecond
 	// snapshotTimeout bounds the work on one request. The gateway asks again.
 	snapshotTimeout = 5 * time.Second
 )
@@ -67,18 +71,26 @@ func split(u *schemas.ThrottleUpdate) []*schemas.ThrottleUpdate {
 		s := &u.Shares[i]
 		n := shareBytes + len(s.Rule) + len(s.Key) + len(s.Reason)
 		if size+n > maxBytes {
-			parts = append(parts, &schemas.ThrottleUpdate{Gateways: u.Gateways, TTL: u.TTL, Snapshot: u.Snapshot && first == 0, Shares: u.Shares[first:i]})
+			parts = append(parts, part(u, first, i))
 			first, size = i, 0
 		}
 		size += n
 	}
-	return append(parts, &schemas.ThrottleUpdate{Gateways: u.Gateways, TTL: u.TTL, Snapshot: u.Snapshot && first == 0, Shares: u.Shares[first:]})
+	return append(parts, part(u, first, len(u.Shares)))
+}
+
+func part(u *schemas.ThrottleUpdate, first, end int) *schemas.ThrottleUpdate {
+	p := *u
+	p.Snapshot, p.Shares = u.Snapshot && first == 0, u.Shares[first:end]
+	return &p
+
 }
 
 // Centre answers gateways. It is satisfied by aggregator.Aggregator.
 type Centre interface {
 	Heartbeat(h *schemas.Heartbeat, arrived time.Time)
 	Snapshot(ctx context.Context, gateway string) (*schemas.ThrottleUpdate, error)
+	Take(ctx context.Context, asked []schemas.TakeRequest) ([]schemas.TakeReply, error)
 }
 
 // Metrics is what the server counts.
@@ -153,8 +165,74 @@ func (s *Server) Run(ctx context.Context) (err error) {
 			}
 		})
 	}
+	asked := make(chan *nats.Msg, waiting)
+	n, err := s.nc.ChanQueueSubscribe(schemas.StrictPrefix+"*", queue, asked)
+	if err != nil {
+		return fmt.Errorf("subscribe to %s*: %w", schemas.StrictPrefix, err)
+	}
+	defer func() {
+		if e := n.Unsubscribe(); e != nil && !errors.Is(e, nats.ErrConnectionClosed) {
+			err = errors.Join(err, fmt.Errorf("unsubscribe from %s*: %w", schemas.StrictPrefix, e))
+		}
+	}()
+	for range takers {
+		running.Go(func() { s.takes(ctx, asked) })
+	}
 	<-ctx.Done()
 	return nil
+}
+
+// takes answers requests for tokens: what waits is answered together. What cannot be answered is left alone: its gateway decides
+// by itself.
+func (s *Server) takes(ctx context.Context, asked <-chan *nats.Msg) {
+	for {
+		var msgs []*nats.Msg
+		var requests []schemas.TakeRequest
+		add := func(msg *nats.Msg) {
+			q, err := schemas.DecodeTakeRequest(msg.Data)
+			if err == nil {
+				_, err = schemas.Gateway(schemas.StrictPrefix, msg.Subject)
+			}
+			if err != nil || msg.Reply == "" {
+				s.bad("malformed", err)
+				return
+			}
+			msgs, requests = append(msgs, msg), append(requests, q)
+		}
+		select {
+		case msg := <-asked:
+			add(msg)
+		case <-ctx.Done():
+			return
+		}
+		for more := true; more && len(msgs) < together; {
+			select {
+			case msg := <-asked:
+				add(msg)
+			default:
+				more = false
+			}
+		}
+		if len(msgs) == 0 {
+			continue
+		}
+		timeout, cancel := context.WithTimeout(ctx, takeTimeout)
+		replies, err := s.centre.Take(timeout, requests)
+		cancel()
+		if err != nil {
+			s.log.Debug("requests for tokens not answered", "requests", len(requests), "err", err)
+			continue
+		}
+		for i := range replies {
+			b, err := schemas.EncodeTakeReply(replies[i])
+			if err == nil {
+				err = msgs[i].Respond(b)
+			}
+			if err != nil {
+				s.log.Debug("tokens not handed over", "err", err)
+			}
+		}
+	}
 }
 
 func (s *Server) heartbeat(_ context.Context, msg *nats.Msg) {

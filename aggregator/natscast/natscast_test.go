@@ -40,6 +40,14 @@ type centre struct {
 
 func (c *centre) Heartbeat(h *schemas.Heartbeat, _ time.Time) { c.beats <- *h }
 
+func (c *centre) Take(_ context.Context, asked []schemas.TakeRequest) ([]schemas.TakeReply, error) {
+	replies := make([]schemas.TakeReply, len(asked))
+	for i, q := range asked {
+		replies[i] = schemas.TakeReply{Allowed: q.Cost < 5, Remaining: q.LimitBurst - q.Cost, RetryIn: time.Duration(q.Cost)}
+	}
+	return replies, nil
+}
+
 func (c *centre) Snapshot(_ context.Context, gateway string) (*schemas.ThrottleUpdate, error) {
 	c.mu.Lock()
 	c.asked = append(c.asked, gateway)
@@ -201,6 +209,34 @@ func TestSnapshots(t *testing.T) {
 }
 
 // TestClock: both times lie between the asking and the hearing, by the same clock here.
+// TestTakes: requests for tokens are answered, together where many wait; what is no request is counted and left alone.
+func TestTakes(t *testing.T) {
+	gateway, _, _ := serve(t, &centre{})
+	var wait sync.WaitGroup
+	for i := range 300 {
+		cost := int64(i%9 + 1)
+		b, err := schemas.EncodeTakeRequest(schemas.TakeRequest{Rule: "r", Key: "k", LimitRateNanos: 1e9, LimitBurst: 10, Cost: cost})
+		if err != nil {
+			t.Fatal(err)
+		}
+		wait.Go(func() {
+			msg, err := gateway.Request(schemas.StrictPrefix+"g1", b, patient)
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			r, err := schemas.DecodeTakeReply(msg.Data)
+			if want := (schemas.TakeReply{Allowed: cost < 5, Remaining: 10 - cost, RetryIn: time.Duration(cost)}); err != nil || r != want {
+				t.Errorf("answer to %d = %+v, %v, want %+v", cost, r, err, want)
+			}
+		})
+	}
+	wait.Wait()
+	if _, err := gateway.Request(schemas.StrictPrefix+"g1", []byte("no request"), 50*time.Millisecond); err == nil {
+		t.Error("nonsense was answered")
+	}
+}
+
 func TestClock(t *testing.T) {
 	gateway, _, _ := serve(t, &centre{})
 	before := time.Now()

@@ -55,6 +55,16 @@ var foldSHA = func() string {
 	return hex.EncodeToString(sum[:])
 }()
 
+//go:embed lua/take.lua
+var takeSource string
+
+//go:embed lua/epoch.lua
+var epochSource string
+
+var epochScript = redis.NewScript(epochSource)
+
+var takeScript = redis.NewScript(takeSource)
+
 // Counter is an aggregator.Counter over Redis.
 type Counter struct {
 	cfg  Config
@@ -341,6 +351,43 @@ func demand(text string, now int64) (aggregator.Demand, bool) {
 		return aggregator.Demand{}, false
 	}
 	return aggregator.Demand{Gateway: gateway, RateNanos: min(rate, aggregator.MaxRateNanos/1000) * 1000, Since: n[2]}, true
+}
+
+// Take is aggregator.Counter: one script call for each, all in one round trip.
+func (c *Counter) Take(ctx context.Context, takes []aggregator.Take) ([]aggregator.Taken, error) {
+	cmds := make([]*redis.Cmd, len(takes))
+	pipe := c.rdb.Pipeline()
+	for i := range takes {
+		t := &takes[i]
+		args := []any{strconv.FormatInt(min(max(t.Limit.RateNanos, 1), aggregator.MaxRateNanos), 10), min(max(t.Limit.Burst, 0), aggregator.MaxBurst),
+			min(max(t.Cost, -aggregator.MaxBurst), aggregator.MaxBurst)}
+		if i == 0 { // the text comes first, as in pipeline
+			cmds[i] = takeScript.Eval(ctx, pipe, []string{c.Name(t.Key)}, args...)
+		} else {
+			cmds[i] = takeScript.EvalSha(ctx, pipe, []string{c.Name(t.Key)}, args...)
+		}
+	}
+	if _, err := pipe.Exec(ctx); err != nil {
+		return nil, fmt.Errorf("take: %w", c.failed(err))
+	}
+	taken := make([]aggregator.Taken, len(takes))
+	for i, cmd := range cmds {
+		v, err := cmd.Int64Slice()
+		if err != nil || len(v) != 3 {
+			return nil, fmt.Errorf("take of %s %q: script returned %v, %v", takes[i].Key.Rule, takes[i].Key.Key, v, err)
+		}
+		taken[i] = aggregator.Taken{OK: v[0] == 1, LevelMicros: v[1], Wait: time.Duration(v[2]) * time.Microsecond}
+	}
+	return taken, nil
+}
+
+// Epoch is aggregator.Counter.
+func (c *Counter) Epoch(ctx context.Context) (uint64, error) {
+	n, err := epochScript.Run(ctx, c.rdb, []string{c.cfg.Namespace + ":epoch"}).Int64()
+	if err != nil {
+		return 0, fmt.Errorf("begin an epoch: %w", c.failed(err))
+	}
+	return uint64(n), nil
 }
 
 // Mark is aggregator.Counter.

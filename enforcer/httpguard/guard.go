@@ -3,6 +3,7 @@ package httpguard
 
 import (
 	"cmp"
+	"context"
 	"log/slog"
 	"math/rand/v2"
 	"net/http"
@@ -41,7 +42,9 @@ type Recorder interface {
 type Config struct {
 	Now   func() time.Time // wall clock, for what is counted (time.Now)
 	Clock func() int64     // the enforcer's clock (enforcer.Monotonic)
-	Mode  func() string    // the enforcer's rung; stale and isolated show in RateLimit-Policy (enforcer.Synced)
+	// Settle makes a decision that Check left open because the centre is to be asked: Enforcer.Settle. Needed with enforcer.Config.Ask.
+	Settle func(ctx context.Context, now int64, r *enforcer.Request, d enforcer.Decision) enforcer.Decision
+	Mode   func() string // the enforcer's rung; stale and isolated show in RateLimit-Policy (enforcer.Synced)
 }
 
 // Metrics may be shared by several gateways of one process. Labels are the policy's own words, never a caller's.
@@ -319,6 +322,9 @@ func (g *Guard) admit(w http.ResponseWriter, r *http.Request, method, target str
 	sampled := rand.Uint32()%sampleEvery == 0
 	now := g.cfg.Now()
 	d := g.checker.Check(g.cfg.Clock(), q)
+	if d.Asks() {
+		d = g.cfg.Settle(r.Context(), g.cfg.Clock(), q, d)
+	}
 	if sampled {
 		g.sample(cc, &d, now)
 	}

@@ -31,6 +31,8 @@ type Config struct {
 	RetryMax   time.Duration // … up to this (5s)
 	Resync     time.Duration // a snapshot is asked for this often even if nothing seems missing (1m)
 
+	TakeWait time.Duration // for an answer about one request (5ms)
+
 	FleetFile string           // where the size of the fleet is kept over a restart; "" keeps it nowhere
 	Now       func() time.Time // the gateway's wall clock (time.Now)
 }
@@ -41,7 +43,7 @@ func (c Config) withDefaults() Config {
 		value time.Duration
 	}{
 		{&c.Heartbeat, time.Second}, {&c.ClockEvery, 5 * time.Second}, {&c.Timeout, 2 * time.Second},
-		{&c.RetryMin, 100 * time.Millisecond}, {&c.RetryMax, 5 * time.Second}, {&c.Resync, time.Minute},
+		{&c.RetryMin, 100 * time.Millisecond}, {&c.RetryMax, 5 * time.Second}, {&c.Resync, time.Minute}, {&c.TakeWait, 5 * time.Millisecond},
 	} {
 		if *d.field == 0 {
 			*d.field = d.value
@@ -220,6 +222,24 @@ func (f *Feed) ask(inbox string) {
 	if err := f.nc.PublishRequest(schemas.SnapshotPrefix+f.cfg.Gateway, inbox, nil); err == nil {
 		f.m.Asked.Inc()
 	}
+}
+
+// Take asks the centre for tokens, and waits no longer than TakeWait. It is an enforcer.Taker.
+func (f *Feed) Take(ctx context.Context, q schemas.TakeRequest) (schemas.TakeReply, error) {
+	if !f.nc.IsConnected() {
+		return schemas.TakeReply{}, fmt.Errorf("ask for tokens: %w", nats.ErrConnectionReconnecting)
+	}
+	b, err := schemas.EncodeTakeRequest(q)
+	if err != nil {
+		return schemas.TakeReply{}, fmt.Errorf("ask for tokens: %w", err)
+	}
+	ctx, cancel := context.WithTimeout(ctx, f.cfg.TakeWait)
+	defer cancel()
+	msg, err := f.nc.RequestWithContext(ctx, schemas.StrictPrefix+f.cfg.Gateway, b)
+	if err != nil {
+		return schemas.TakeReply{}, fmt.Errorf("ask for tokens: %w", err)
+	}
+	return schemas.DecodeTakeReply(msg.Data)
 }
 
 // decode reads an update. It is nil for what is none: the server's word that nobody listens, or a mistake.

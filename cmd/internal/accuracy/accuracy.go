@@ -34,6 +34,7 @@ type mode struct {
 var modes = []mode{
 	{"shared", []func(*world) fleet{newWeir(limits.Shared)}},
 	{"lease", []func(*world) fleet{newWeir(limits.Lease)}},
+	{"strict", []func(*world) fleet{newWeir(limits.Strict)}},
 	{"divide-by-n", []func(*world) fleet{newDivided}},
 	{"redis-per-request", []func(*world) fleet{newCentral}},
 	{"gubernator-global", []func(*world) fleet{newGubernator(false), newGubernator(true)}},

@@ -110,12 +110,48 @@ func (f *weir) ask(i int) {
 		e = g.coldEnforcer(a.key)
 	}
 	d := e.Check(g.clock(), &f.requests[a.key])
-	f.w.answer(i, d.Allowed)
+	if d.Asks() {
+		g.settle(e, i, d)
+	} else {
+		f.w.answer(i, d.Allowed)
+	}
 	select {
 	case <-e.Hot():
 		g.hot()
 	default:
 	}
+}
+
+// takeWait is how long a gateway waits for an answer about one request.
+const takeWait = 5 * ms
+
+// settle asks the centre about one request.
+func (g *gateway) settle(e *enforcer.Enforcer, i int, d enforcer.Decision) {
+	w, q := g.f.w, &g.f.requests[g.f.w.arrivals[i].key]
+	done := false
+	end := func(r schemas.TakeReply, err error) {
+		if done {
+			return
+		}
+		done = true
+		w.answer(i, e.Settle(context.Background(), g.clock(), q, d, func(context.Context, schemas.TakeRequest) (schemas.TakeReply, error) { return r, err }).Allowed)
+	}
+	l := w.sc.limit()
+	ask := schemas.TakeRequest{Rule: "contract", Key: q.Tenant, LimitRateNanos: l.Rate.Nano(), LimitBurst: l.Burst, Cost: q.Cost}
+	g.toCentre.send(0, func() {
+		c := g.f.centre
+		if c == nil {
+			return
+		}
+		var replies []schemas.TakeReply
+		wait := c.redis()
+		var err error
+		c.call(wait, func() { replies, err = c.agg.Take(context.Background(), []schemas.TakeRequest{ask}) })
+		if err == nil {
+			g.down.send(wait, func() { end(replies[0], nil) })
+		}
+	})
+	w.after(takeWait, func() { end(schemas.TakeReply{}, errors.New("no answer")) })
 }
 
 // gateway is one real enforcer, and a model of the loops around it.
@@ -164,7 +200,7 @@ func (f *weir) startGateway(i int) {
 }
 
 func (g *gateway) newEnforcer() *enforcer.Enforcer {
-	e := enforcer.New(enforcer.Config{Stripes: 1, Fleet: g.f.w.sc.gateways, Clock: g.clock})
+	e := enforcer.New(enforcer.Config{Stripes: 1, Ask: true, Fleet: g.f.w.sc.gateways, Clock: g.clock})
 	e.SetPolicy(g.f.policy)
 	return e
 }
@@ -623,6 +659,18 @@ var _ aggregator.Counter = (*counter)(nil)
 func (c *counter) Fold(ctx context.Context, folds []aggregator.Fold) ([]aggregator.KeyState, error) {
 	c.w.traffic.redis += int64(len(folds)+keysPerCall-1) / keysPerCall
 	return c.memory.Fold(ctx, folds)
+}
+
+// Take is aggregator.Counter.
+func (c *counter) Take(ctx context.Context, takes []aggregator.Take) ([]aggregator.Taken, error) {
+	c.w.traffic.redis += int64(len(takes))
+	return c.memory.Take(ctx, takes)
+}
+
+// Epoch is aggregator.Counter.
+func (c *counter) Epoch(ctx context.Context) (uint64, error) {
+	c.w.traffic.redis++
+	return c.memory.Epoch(ctx)
 }
 
 // Mark is aggregator.Counter.

@@ -69,7 +69,7 @@ func NewGateway(cfg GatewayConfig, policy *Policy, nc *nats.Conn, m *Metrics, st
 		return nil, err
 	}
 	g := &Gateway{Name: cfg.Name, Boot: rand.Text()}
-	g.enforcer = enforcer.New(enforcer.Config{Fleet: fleet, Clock: cfg.Clock})
+	g.enforcer = enforcer.New(enforcer.Config{Fleet: fleet, Ask: true, Clock: cfg.Clock})
 	policy.Enforce(g.enforcer)
 	pub, err := jetstream.NewPublisher(nc, cfg.Name, m.streams)
 	if err != nil {
@@ -90,7 +90,6 @@ func NewGateway(cfg GatewayConfig, policy *Policy, nc *nats.Conn, m *Metrics, st
 		}
 	}
 	g.reporter = ingest.New(counting, cfg.Name, g.Boot, g.enforcer, pub, log, m.ingest)
-	g.Guard = httpguard.New(httpguard.Config{Now: cfg.Now, Clock: cfg.Clock, Mode: g.enforcer.Mode}, g.enforcer, policy.Current, g.reporter, m.guard, log)
 	apply := g.enforcer.Apply
 	if cfg.Applied != nil {
 		apply = func(u schemas.ThrottleUpdate) { g.enforcer.Apply(u); cfg.Applied(u) }
@@ -103,6 +102,10 @@ func NewGateway(cfg GatewayConfig, policy *Policy, nc *nats.Conn, m *Metrics, st
 	if err != nil {
 		return nil, err
 	}
+	settle := func(ctx context.Context, now int64, q *enforcer.Request, d enforcer.Decision) enforcer.Decision {
+		return g.enforcer.Settle(ctx, now, q, d, feed.Take)
+	}
+	g.Guard = httpguard.New(httpguard.Config{Now: cfg.Now, Clock: cfg.Clock, Mode: g.enforcer.Mode, Settle: settle}, g.enforcer, policy.Current, g.reporter, m.guard, log)
 	// Stopping goes the other way: requests end, then the last counts are reported.
 	stack.Go("reports of "+cfg.Name, g.reporter.Run)
 	stack.Go("throttle feed of "+cfg.Name, feed.Run)

@@ -1,0 +1,115 @@
+package enforcer
+
+import (
+	"context"
+
+	"github.com/weirhq/weir/enforcer/bucket"
+	"github.com/weirhq/weir/schemas"
+)
+
+// Taker asks the centre for tokens of a key whose limit is kept strictly. A cost below 0 gives tokens back. It returns within a few
+// milliseconds, with an error when there was no answer.
+type Taker func(ctx context.Context, q schemas.TakeRequest) (schemas.TakeReply, error)
+
+// Asks says whether the decision is not made yet: rules that are kept strictly admit nothing before the centre was asked, by Settle.
+// It is only so with Config.Ask.
+func (d *Decision) Asks() bool { return d.asks != 0 }
+
+// Settle makes a decision that Check left open, by asking the centre for each rule that is kept strictly. Where it does not answer,
+// this gateway's part of the limit decides. What other rules gave to a request that is refused in the end is put back.
+func (e *Enforcer) Settle(ctx context.Context, now int64, q *Request, d Decision, take Taker) Decision {
+	v := d.view
+	var taken uint64 // by the centre
+	for i, r := range v.checks {
+		bit := uint64(1) << i
+		if d.asks&bit == 0 {
+			continue
+		}
+		d.asks &^= bit
+		ask, idx := e.ask(v, r, q)
+		reply, err := take(ctx, ask)
+		switch {
+		case err != nil:
+			if !e.takeHere(v, r, q, now, &d) {
+				e.unsettle(ctx, v, i, taken, q, now, &d, take)
+				return d
+			}
+		case !reply.Allowed:
+			lim := &v.entry(idx).whole
+			b := bucket.Decision{Remaining: reply.Remaining, RetryIn: reply.RetryIn}
+			d.note(r, &b, q.Cost, lim, idx)
+			e.unsettle(ctx, v, i, taken, q, now, &d, take)
+			return d
+		default:
+			taken |= bit
+			d.stand(r, idx, reply.Remaining, &v.entry(idx).whole)
+			e.follow(v, r, q, now)
+		}
+	}
+	return d
+}
+
+// ask is what the centre is asked for r, and the entry of its limit.
+func (e *Enforcer) ask(v *view, r *rule, q *Request) (schemas.TakeRequest, uint32) {
+	idx := v.entryFor(r, q.Tenant)
+	whole := &v.entry(idx).whole
+	var buf [MaxKeyBytes + 64]byte
+	return schemas.TakeRequest{Rule: r.src.Name, Key: string(appendKey(buf[:0], r.dims, q)), LimitRateNanos: whole.Rate.Nano(), LimitBurst: whole.Burst, Cost: q.Cost}, idx
+}
+
+// takeHere asks this gateway's bucket.
+func (e *Enforcer) takeHere(v *view, r *rule, q *Request, now int64, d *Decision) bool {
+	if r.pool != nil {
+		ok, _ := e.takePool(v, r, q, now, d)
+		return ok
+	}
+	return e.take(v, r, q, now, d)
+}
+
+// follow takes from this gateway's bucket what the centre has given, as far as it goes: when the centre falls silent, no full bucket
+// must be waiting here. It counts as no use, for the centre has counted it.
+func (e *Enforcer) follow(v *view, r *rule, q *Request, now int64) {
+	if r.pool != nil {
+		p := r.pool
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		p.refill(e, now)
+		p.state.Tokens -= min(p.state.Tokens, q.Cost)
+		p.level.Store(p.state.Tokens + p.credits())
+		return
+	}
+	h, h2 := e.hash(r, q)
+	sh := &e.shards[h%shardN]
+	_, s, _, w := e.lock(sh, v, r, q, h, h2, now)
+	if s == nil {
+		return
+	}
+	lim, _ := e.limit(v, sh, s, r, q.Tenant, now)
+	b := s.state().Level(*lim, now)
+	b.Tokens -= min(b.Tokens, q.Cost)
+	s.set(b)
+	s.unlock(w)
+}
+
+// unsettle puts back what rules gave to a request that v.checks[refused] refuses: those before it, and those after it that Check asked.
+func (e *Enforcer) unsettle(ctx context.Context, v *view, refused int, taken uint64, q *Request, now int64, d *Decision, take Taker) {
+	for i, r := range v.checks {
+		bit := uint64(1) << i
+		switch {
+		case i == refused || d.asks&bit != 0: // it gave nothing
+		case taken&bit != 0:
+			back, _ := e.ask(v, r, q)
+			back.Cost = -back.Cost
+			_, _ = take(ctx, back) // unanswered, it may be lost to the limit
+		default:
+			e.putBack(v.checks[i:i+1], v, q, now, credit{})
+		}
+	}
+	d.asks = 0
+	d.Remaining = max(d.Remaining, 0)
+}
+
+// open says whether the centre is to be asked for the rule's tokens.
+func (r *rule) open(e *Enforcer, i int, now, cost int64) bool {
+	return r.strict && cost > 0 && i < 64 && now <= e.freshUntil.Load()
+}

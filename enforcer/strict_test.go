@@ -1,0 +1,207 @@
+package enforcer_test
+
+import (
+	"context"
+	"errors"
+	"testing"
+	"time"
+
+	"github.com/weirhq/weir/enforcer"
+	"github.com/weirhq/weir/enforcer/bucket"
+	"github.com/weirhq/weir/limits"
+	"github.com/weirhq/weir/schemas"
+)
+
+// strictPolicy has a local rule of 5, a strict one of 10 and a local one per route of 3, all without a refill to speak of.
+func strictPolicy(t *testing.T) *limits.Policy {
+	t.Helper()
+	rate, err := bucket.NewRate(1, 1, time.Hour)
+	if err != nil {
+		t.Fatal(err)
+	}
+	rule := func(name string, layer limits.Layer, c limits.Consistency, burst int64, key ...limits.Dimension) limits.Rule {
+		return limits.Rule{Name: name, Layer: layer, Key: key, Consistency: c, Fixed: bucket.Limit{Rate: rate, Burst: burst}}
+	}
+	tenant := limits.Dimension{Kind: limits.ByTenant}
+	return &limits.Policy{Version: 1, Rules: []limits.Rule{
+		rule("first", limits.LayerContract, limits.Local, 5, tenant),
+		rule("all", limits.LayerContract, limits.Strict, 10, tenant),
+		rule("last", limits.LayerRoute, limits.Local, 3, tenant, limits.Dimension{Kind: limits.ByRoute}),
+	}}
+}
+
+func TestStrictAsksTheCentreLastAndPutsBackWhatItRefuses(t *testing.T) {
+	var now int64
+	e := enforcer.New(enforcer.Config{Stripes: 1, Fleet: 2, Ask: true, Clock: func() int64 { return now }})
+	e.SetPolicy(strictPolicy(t))
+	e.Apply(enforcer.Update{Gateways: 2, TTL: time.Minute})
+	left, asked := int64(2), 0
+	take := func(_ context.Context, q schemas.TakeRequest) (schemas.TakeReply, error) {
+		asked++
+		if q.Rule != "all" || q.Key != "a" || q.LimitBurst != 10 {
+			t.Errorf("asked for %+v", q)
+		}
+		if left < q.Cost {
+			return schemas.TakeReply{Remaining: left, RetryIn: time.Second}, nil
+		}
+		left -= q.Cost
+		return schemas.TakeReply{Allowed: true, Remaining: left}, nil
+	}
+	ask := func(route string) enforcer.Decision {
+		q := enforcer.Request{Tenant: "a", Route: route, Cost: 1}
+		d := e.Check(now, &q)
+		if d.Asks() {
+			d = e.Settle(context.Background(), now, &q, d, take)
+		}
+		return d
+	}
+	for range 2 {
+		if d := ask("r"); !d.Allowed || d.Asks() {
+			t.Fatalf("with tokens at the centre: %+v", d)
+		}
+	}
+	for range 20 { // each takes nothing from the local rules, or they would soon refuse
+		if d := ask("r"); d.Allowed || d.Rule != "all" || d.Reason != enforcer.ReasonLimit || d.RetryIn != time.Second {
+			t.Fatalf("without: %+v, want a refusal by all", d)
+		}
+	}
+	left = 100
+	if d := ask("r"); !d.Allowed {
+		t.Fatalf("again with tokens: %+v", d)
+	}
+	asked = 0
+	if d := ask("r"); d.Allowed || d.Rule != "last" || asked != 0 {
+		t.Errorf("refused by a local rule: %+v after %d questions, want last and none", d, asked)
+	}
+	for range 2 {
+		if d := ask("s"); !d.Allowed {
+			t.Errorf("on another route: %+v", d)
+		}
+	}
+	if d := ask("t"); d.Allowed || d.Rule != "first" {
+		t.Errorf("the sixth: %+v, want a refusal by first", d)
+	}
+	if left != 97 {
+		t.Errorf("%d left at the centre, want 97: three were admitted", left)
+	}
+}
+
+func TestStrictWithoutAnAnswerIsThePartOfThisGateway(t *testing.T) {
+	var now int64
+	p := strictPolicy(t)
+	p.Rules = p.Rules[1:2]
+	e := enforcer.New(enforcer.Config{Stripes: 1, Fleet: 2, Ask: true, Clock: func() int64 { return now }})
+	e.SetPolicy(p)
+	e.Apply(enforcer.Update{Gateways: 2, TTL: time.Minute})
+	answers := 0
+	take := func(context.Context, schemas.TakeRequest) (schemas.TakeReply, error) {
+		if answers++; answers <= 3 {
+			return schemas.TakeReply{Allowed: true}, nil
+		}
+		return schemas.TakeReply{}, errors.New("no answer")
+	}
+	admitted := 0
+	for range 20 {
+		q := enforcer.Request{Tenant: "a", Cost: 1}
+		if d := e.Settle(context.Background(), now, &q, e.Check(now, &q), take); d.Allowed {
+			admitted++
+		}
+	}
+	if admitted != 5 { // half of ten, of which the centre gave three
+		t.Errorf("%d admitted, want 5", admitted)
+	}
+	var cum uint64
+	e.Collect(now, true, func(b enforcer.Bucket) { cum += b.Cum })
+	if cum != 2 {
+		t.Errorf("%d reported as taken here, want the 2 that the centre does not know of", cum)
+	}
+	// silent for longer: nobody is asked
+	now += int64(2 * time.Minute)
+	q := enforcer.Request{Tenant: "b", Cost: 1}
+	if d := e.Check(now, &q); d.Asks() || !d.Allowed {
+		t.Errorf("isolated: %+v, want admitted by this gateway's part, without asking", d)
+	}
+}
+
+func TestOnStoreLoss(t *testing.T) {
+	for loss, want := range map[limits.StoreLoss]string{limits.LossLocal: "5", limits.LossDeny: "0 store-loss", limits.LossAllow: "20"} {
+		var now int64
+		p := strictPolicy(t)
+		p.Rules = p.Rules[1:2]
+		p.Rules[0].Consistency, p.Rules[0].OnStoreLoss = limits.Shared, loss
+		e := enforcer.New(enforcer.Config{Stripes: 1, Fleet: 2, Clock: func() int64 { return now }})
+		e.SetPolicy(p)
+		e.Apply(enforcer.Update{Gateways: 2, TTL: time.Second})
+		now += int64(time.Minute)
+		admitted, reason := 0, ""
+		for range 20 {
+			d := e.Check(now, &enforcer.Request{Tenant: "a", Cost: 1})
+			if d.Allowed {
+				admitted++
+			} else if d.Reason == enforcer.ReasonStoreLoss {
+				reason = " " + d.Reason.String()
+			}
+		}
+		if got := string(rune('0'+admitted/10)) + string(rune('0'+admitted%10)) + reason; got != want && got != "0"+want {
+			t.Errorf("on_store_loss %v: %s admitted, want %s", loss, got, want)
+		}
+	}
+}
+
+// TestGrants: a grant is taken once, whatever becomes of the message, and only by the bucket that it was meant for.
+func TestGrants(t *testing.T) {
+	var now int64
+	p := strictPolicy(t)
+	p.Rules = p.Rules[1:2]
+	p.Rules[0].Consistency = limits.Lease
+	e := enforcer.New(enforcer.Config{Stripes: 1, Fleet: 2, Clock: func() int64 { return now }})
+	e.SetPolicy(p)
+	rate := p.Rules[0].Fixed.Rate.Nano()
+	say := func(epoch, version uint64, burst int64, granted, grant uint64) {
+		e.Apply(enforcer.Update{Gateways: 2, TTL: time.Hour, Epoch: epoch, Shares: []schemas.Share{
+			{Rule: "all", Key: "a", Version: version, Burst: burst, LimitRateNanos: rate, LimitBurst: 10, Granted: granted, Grant: grant}}})
+	}
+	left := func() int64 {
+		return e.Check(now, &enforcer.Request{Tenant: "a"}).Remaining
+	}
+	for _, step := range []struct {
+		what           string
+		epoch, version uint64
+		burst          int64
+		granted, grant uint64
+		want           int64
+	}{
+		{"the share cuts what does not fit", 1, 1, 3, 0, 0, 3},
+		{"a grant that fits in part", 1, 2, 4, 0, 6, 4},
+		{"again", 1, 2, 4, 0, 6, 4},
+		{"again in a newer message", 1, 3, 9, 0, 6, 4},
+		{"more, as a sum", 1, 5, 9, 0, 8, 6},
+		{"an older message", 1, 4, 9, 0, 20, 6},
+		{"for another bucket, which had taken more", 1, 6, 9, 30, 33, 6},
+		{"of an older epoch", 3, 7, 9, 8, 9, 7},
+		{"of an older epoch, come late", 2, 8, 9, 8, 12, 7},
+	} {
+		say(step.epoch, step.version, step.burst, step.granted, step.grant)
+		if got := left(); got != step.want {
+			t.Errorf("%s: %d tokens, want %d", step.what, got, step.want)
+		}
+	}
+	var reported schemas.Tokens
+	ask := enforcer.Request{Tenant: "a", Cost: 1}
+	e.Check(now, &ask)
+	e.Collect(now, true, func(b enforcer.Bucket) { reported = b })
+	if reported.Granted != 9 || reported.TokensLast != 6 || reported.Consistency != "lease" {
+		t.Errorf("report %+v, want 9 granted, 6 left, of a lease", reported)
+	}
+	// without grants for half a time to live the part of the limit counts, and tokens stay
+	now += int64(40 * time.Minute)
+	if got := left(); got != 5 {
+		t.Errorf("grants are over: %d tokens, want the 5 of half the limit", got)
+	}
+	say(3, 9, 9, 9, 9)
+	e.Apply(enforcer.Update{Gateways: 2, TTL: time.Hour, Frozen: true})
+	now++
+	if got := e.Mode(); got != enforcer.Synced {
+		t.Errorf("frozen: mode %s, want synced", got)
+	}
+}
