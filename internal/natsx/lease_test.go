@@ -72,8 +72,17 @@ func TestOneHoldsTheLeaseAtATime(t *testing.T) {
 			t.Error(err)
 		}
 	}
+}
+
+func TestALeaseIsGivenBack(t *testing.T) {
+	kv, _ := leaseKV(t)
+	l := natsx.Lease{KV: kv, Key: "leader", Owner: "us", Log: embeddedtest.Log(t)}
+	done := errors.New("done")
+	if err := l.Hold(t.Context(), func(context.Context) error { return done }); !errors.Is(err, done) {
+		t.Errorf("Hold = %v, want the error of what it ran", err)
+	}
 	if entry, err := kv.Get(t.Context(), "leader"); err != nil || string(entry.Value()) != "-" {
-		t.Errorf("lease after everybody has left = %v, %v, want it given back", entry, err)
+		t.Errorf("lease = %v, %v, want it given back at once", entry, err)
 	}
 }
 
