@@ -31,6 +31,7 @@ type Config struct {
 	RetryMax   time.Duration // … up to this (5s)
 	Resync     time.Duration // a snapshot is asked for this often even if nothing seems missing (1m)
 
+	Grace    time.Duration // after the start: a centre that was not heard yet is no news (3s)
 	TakeWait time.Duration // for an answer about one request (5ms)
 
 	FleetFile string           // where the size of the fleet is kept over a restart; "" keeps it nowhere
@@ -43,7 +44,7 @@ func (c Config) withDefaults() Config {
 		value time.Duration
 	}{
 		{&c.Heartbeat, time.Second}, {&c.ClockEvery, 5 * time.Second}, {&c.Timeout, 2 * time.Second},
-		{&c.RetryMin, 100 * time.Millisecond}, {&c.RetryMax, 5 * time.Second}, {&c.Resync, time.Minute}, {&c.TakeWait, 5 * time.Millisecond},
+		{&c.RetryMin, 100 * time.Millisecond}, {&c.RetryMax, 5 * time.Second}, {&c.Resync, time.Minute}, {&c.Grace, 3 * time.Second}, {&c.TakeWait, 5 * time.Millisecond},
 	} {
 		if *d.field == 0 {
 			*d.field = d.value
@@ -155,7 +156,7 @@ func (f *Feed) listen(ctx context.Context, fleet chan int) (err error) {
 		ask       = time.NewTimer(0) // when to ask for a snapshot next
 		wait      = f.cfg.RetryMin   // after that one
 		lost      int                // messages that found the channel full
-		mode      = modeLog{log: f.log, degraded: f.m.Degraded}
+		mode      = modeLog{log: f.log, degraded: f.m.Degraded, quiet: time.Now().Add(f.cfg.Grace)}
 	)
 	defer heartbeat.Stop()
 	defer ask.Stop()
@@ -290,12 +291,13 @@ type modeLog struct {
 	log      *slog.Logger
 	degraded prometheus.Gauge
 	last     string
+	quiet    time.Time // until then it is no news that the centre was not heard yet
 	since    time.Time
 	raised   bool
 }
 
 func (l *modeLog) see(s Status) {
-	if s.Mode == l.last {
+	if s.Mode == l.last || l.last == "" && alone(s.Mode) && time.Now().Before(l.quiet) {
 		return
 	}
 	was, lasted := l.last, time.Since(l.since).Round(time.Millisecond)
