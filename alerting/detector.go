@@ -142,6 +142,9 @@ func (d *Detector) Learn(a *schemas.Alert) {
 			d.firing[a.Name]++
 			d.past[a.DedupKey] = d.past[a.DedupKey].next(a.StartsAt)
 		}
+		if a.Name == Anomaly {
+			d.traffic.recall(a)
+		}
 		known := *a
 		w.firing, w.good, w.hold = &known, 0, d.past[a.DedupKey].hold(d.cfg.Hold)
 	case w.firing != nil:

@@ -2,6 +2,7 @@ package alerting
 
 import (
 	"fmt"
+	"math"
 	"math/rand/v2"
 	"runtime"
 	"slices"
@@ -701,6 +702,250 @@ func TestAnomalySpeaks(t *testing.T) {
 		w.want(w.run(time.Hour, w.traffic(g, "acme", 50)), "")
 		w.want(w.run(2*time.Second, w.traffic(g, "acme", 500)), "+anomaly")
 	})
+}
+
+// poisson has all gateways report a tenant's requests, a random number with that mean per second in each tenth of one.
+func (w *world) poisson(r *rand.Rand, tenant string, perSecond float64) {
+	each := perSecond * step.Seconds() / float64(len(w.gateways))
+	for _, g := range w.gateways {
+		n := 0
+		for p := r.Float64(); p > math.Exp(-each); p *= r.Float64() {
+			n++
+		}
+		w.requests(g, tenant, n)
+	}
+}
+
+// storms has a tenant make 4 requests per second for calm and 200 for storm, so many times, and counts the seconds of
+// storms, without the first two of each, and those of them in which the alert fires.
+func (w *world) storms(r *rand.Rand, calm, storm time.Duration, times int) (seconds, alerted float64) {
+	firing := strings.Count(told(w.said), "+") > strings.Count(told(w.said), "-")
+	look := func(d time.Duration, rate float64, counted func(at time.Duration) bool) {
+		for at := step; at <= d; at += step {
+			for _, a := range w.run(step, func() { w.poisson(r, "storm", rate) }) {
+				firing = a.Type == schemas.AlertFiring
+			}
+			if counted(at) {
+				seconds += step.Seconds()
+				if firing {
+					alerted += step.Seconds()
+				}
+			}
+		}
+	}
+	for range times {
+		look(calm, 4, func(time.Duration) bool { return false })
+		look(storm, 200, func(at time.Duration) bool { return at > 2*time.Second })
+	}
+	return seconds, alerted
+}
+
+// What was out of the ordinary once is not ordinary the next time: retries that come again and again are what weir is for.
+func TestAnomalyFiresInEachStorm(t *testing.T) {
+	normal := func(t *testing.T, w *world) {
+		t.Helper()
+		for _, a := range w.said {
+			var got float64
+			if _, text, ok := strings.Cut(a.Summary, "where "); !ok {
+				t.Errorf("%q does not say what is normal", a.Summary)
+			} else if _, err := fmt.Sscanf(text, "%g requests per second", &got); err != nil || got < 2 || got > 6 {
+				t.Errorf("%q, want a normal of 4: %v", a.Summary, err)
+			}
+		}
+	}
+	for phase := range 10 {
+		t.Run(fmt.Sprint("the second storm, ", phase), func(t *testing.T) {
+			w, r := newWorld(t, Config{}, "g1", "g2", "g3"), rand.New(rand.NewPCG(1, uint64(phase)))
+			w.run(time.Duration(phase)*step, nil)
+			w.storms(r, 20*time.Second, 15*time.Second, 1)
+			w.want(w.said, "+anomaly")
+			w.storms(r, 25*time.Second, 15*time.Second, 1)
+			w.want(w.said, "+anomaly -anomaly +anomaly")
+			normal(t, w)
+		})
+	}
+	for _, c := range []struct {
+		before, calm, storm time.Duration
+		times               int
+	}{
+		{0, 20 * time.Second, 30 * time.Second, 12},
+		{0, 20 * time.Second, 30 * time.Second, 144},
+		{time.Hour, 20 * time.Second, 30 * time.Second, 12},
+		{0, 25 * time.Second, 15 * time.Second, 40},
+		{0, 40 * time.Second, 20 * time.Second, 20},
+		{0, time.Minute, 5 * time.Minute, 1},
+		{0, 4 * time.Minute, time.Minute, 24},
+		{0, 20 * time.Minute, time.Minute, 6},
+	} {
+		t.Run(fmt.Sprintf("%s, then %s in %s, %d times", c.before, c.storm, c.calm+c.storm, c.times), func(t *testing.T) {
+			w, r := newWorld(t, Config{}, "g1", "g2", "g3"), rand.New(rand.NewPCG(2, 3))
+			w.run(c.before, func() { w.poisson(r, "storm", 4) })
+			seconds, alerted := w.storms(r, c.calm, c.storm, c.times)
+			if alerted < 0.95*seconds {
+				t.Errorf("fires in %.0f of %.0f seconds of storms, want 95 %%: %s", alerted, seconds, told(w.said))
+			}
+			if n := strings.Count(told(w.said), "+"); n > 16 {
+				t.Errorf("%d firing messages, want at most 16", n)
+			}
+			w.want(w.run(time.Hour, func() { w.poisson(r, "storm", 4) }), "-anomaly")
+			normal(t, w)
+		})
+	}
+	t.Run("the alerter is started anew, in a storm and between storms", func(t *testing.T) {
+		for _, gap := range []time.Duration{0, 5 * time.Second, 15 * time.Second} {
+			r := rand.New(rand.NewPCG(4, 5))
+			w := newWorld(t, Config{}, "g1", "g2", "g3")
+			w.storms(r, 20*time.Second, 30*time.Second, 3)
+			w.run(gap, func() { w.poisson(r, "storm", 4) })
+			again := New(Config{}, nil)
+			for i := range w.said {
+				again.Learn(&w.said[i])
+			}
+			w.d = again
+			if gap == 0 {
+				w.want(w.run(time.Minute, func() { w.poisson(r, "storm", 200) }), "")
+			}
+			if seconds, alerted := w.storms(r, 20*time.Second, 30*time.Second, 6); alerted < 0.95*seconds {
+				t.Errorf("%s: fires in %.0f of %.0f seconds of storms, want 95 %%: %s", gap, alerted, seconds, told(w.said))
+			}
+			w.want(w.run(time.Hour, func() { w.poisson(r, "storm", 4) }), "-anomaly")
+			normal(t, w)
+		}
+	})
+}
+
+// What a tenant does when the alerter starts in the middle of its storm is not its normal.
+func TestAnomalyIsRecalled(t *testing.T) {
+	w, r := newWorld(t, Config{}, "g1"), rand.New(rand.NewPCG(1, 1))
+	w.run(5*time.Minute, func() { w.poisson(r, "acme", 100) })
+	w.want(w.run(30*time.Second, func() { w.poisson(r, "acme", 900) }), "+anomaly")
+	w.d = New(Config{}, nil)
+	w.d.Learn(&w.said[0])
+	w.want(w.run(time.Second, nil), "") // reports come a moment later than heartbeats
+	w.want(w.run(5*time.Minute, func() { w.poisson(r, "acme", 900) }), "")
+	w.want(w.run(25*time.Second, func() { w.poisson(r, "acme", 100) }), "-anomaly")
+	w.want(w.run(5*time.Second, func() { w.poisson(r, "acme", 900) }), "+anomaly")
+	w.want(w.run(15*time.Minute, func() { w.poisson(r, "acme", 900) }), "-anomaly")
+}
+
+func TestOrdinarySeconds(t *testing.T) {
+	for _, c := range []struct{ seconds, want string }{ // a capital was out of the ordinary
+		{"abcdefgh", "abcdefgh"},
+		{"abCdefgh", "abCdefgh"},
+		{"abCDEfgh", "abCDEfgh"},
+		{"abCDEFgh", "abgh"},
+		{"aBCdEFgh", "aBCdEFgh"},
+		{"ABcdefgh", "cdefgh"},
+		{"abcdefGH", "abcdef"},
+		{"ABCDEFGH", ""},
+		{"aBCDEFgHij", "agHij"},
+	} {
+		const from = 5*window - 3 // round the end of the ring
+		tn, to := tenant{}, from+int64(len(c.seconds))
+		tn.advance(to)
+		for i, letter := range c.seconds {
+			at := (from + i) % window
+			tn.counts[at], tn.odd[at] = uint32(letter), letter < 'a'
+		}
+		var got strings.Builder
+		for _, n := range tn.ordinary(nil, from, to) {
+			got.WriteRune(rune(n))
+		}
+		if got.String() != c.want {
+			t.Errorf("of %s learns from %s, want %s", c.seconds, got.String(), c.want)
+		}
+	}
+}
+
+func TestCampaignBecomesNormal(t *testing.T) {
+	for _, c := range []struct {
+		name    string
+		storms  int
+		traffic func(w *world, r *rand.Rand) // five times 50 requests per second on average
+		at      time.Duration
+	}{
+		{"steady", 0, func(w *world, r *rand.Rand) { w.poisson(r, "storm", 250) }, 10 * time.Minute},
+		{"after storms", 8, func(w *world, r *rand.Rand) { w.poisson(r, "storm", 250) }, 10 * time.Minute},
+		{"with pauses", 0, func(w *world, r *rand.Rand) {
+			if w.steps%200 < 170 {
+				w.poisson(r, "storm", 300)
+			}
+		}, 10 * time.Minute},
+		{"in bursts", 0, func(w *world, r *rand.Rand) {
+			if w.steps%100 < 40 {
+				w.poisson(r, "storm", 600)
+			}
+		}, 10 * time.Minute},
+		{"that grows", 0, func(w *world, r *rand.Rand) { w.poisson(r, "storm", 200+float64(w.steps%36_000)/180) }, 10 * time.Minute},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			w, r := newWorld(t, Config{}, "g1", "g2", "g3"), rand.New(rand.NewPCG(6, 7))
+			ordinary := func() { w.poisson(r, "storm", 50) }
+			w.want(w.run(10*time.Minute, ordinary), "")
+			for range c.storms {
+				w.run(20*time.Second, func() { w.poisson(r, "storm", 600) })
+				w.run(90*time.Second, ordinary)
+			}
+			w.run(10*time.Minute, ordinary)
+			w.said = nil
+			began := w.now
+			w.want(w.run(time.Hour, func() { c.traffic(w, r) }), "+anomaly -anomaly")
+			if took := w.said[0].StartsAt.Sub(began); took > 2*time.Second {
+				t.Errorf("fired after %s, want within 2s", took)
+			}
+			// The hold of a tenant that flaps comes on top.
+			if took := w.said[1].EndsAt.Sub(began); took < c.at || took > c.at+5*time.Minute+40*time.Second {
+				t.Errorf("resolved after %s, want %s and little more", took, c.at)
+			}
+			if text := w.said[1].Summary; !strings.Contains(text, "which is normal now") {
+				t.Errorf("resolved by %q", text)
+			}
+			w.want(w.run(time.Hour, ordinary), "")
+			w.want(w.run(2*time.Second, func() { w.poisson(r, "storm", 500) }), "+anomaly")
+		})
+	}
+}
+
+// Traffic that is ordinary for those who look at it for a while stays so.
+func TestAnomalyFollows(t *testing.T) {
+	for name, c := range map[string]struct {
+		rate func(s float64) float64 // requests per second after s seconds
+		d    time.Duration
+		want string
+	}{
+		"doubling in ten minutes":           {func(s float64) float64 { return 40 * math.Exp2(s/600) }, time.Hour, ""},
+		"doubling in ten minutes, from ten": {func(s float64) float64 { return 10 * math.Exp2(s/600) }, time.Hour, ""},
+		"a day of two minutes, small":       {func(s float64) float64 { return 10 * (1 - 0.6*math.Cos(2*math.Pi*s/120)) }, 30 * time.Minute, ""},
+		"a day of two minutes, middle":      {func(s float64) float64 { return 26 * (1 - 0.6*math.Cos(2*math.Pi*s/120)) }, 30 * time.Minute, ""},
+		"a day of two minutes, large":       {func(s float64) float64 { return 200 * (1 - 0.6*math.Cos(2*math.Pi*s/120)) }, 30 * time.Minute, ""},
+		"a day of ten minutes":              {func(s float64) float64 { return 60 * (1 - 0.6*math.Cos(2*math.Pi*s/600)) }, time.Hour, ""},
+		"a day of an hour":                  {func(s float64) float64 { return 60 * (1 - 0.6*math.Cos(2*math.Pi*s/3600)) }, 3 * time.Hour, ""},
+		"doubling in five minutes, after a storm": {func(s float64) float64 {
+			if s > 300 && s < 480 {
+				return 400
+			}
+			return 40 * math.Exp2(max(0, s-480)/300)
+		}, time.Hour, "+anomaly -anomaly"},
+		// That it begins is news; that it goes on is not.
+		"from then on, a second of 100 in each 12": {func(s float64) float64 {
+			if s > 300 && int(s)%12 == 0 {
+				return 100
+			}
+			return 3
+		}, time.Hour, "+anomaly -anomaly +anomaly -anomaly"},
+		// What lasts longer than a moment is.
+		"from then on, five seconds of 100 in each 30": {func(s float64) float64 {
+			if s > 300 && int(s)%30 < 5 {
+				return 100
+			}
+			return 3
+		}, time.Hour, "+anomaly -anomaly +anomaly"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w, r := newWorld(t, Config{}, "g1", "g2", "g3"), rand.New(rand.NewPCG(8, 9))
+			w.want(w.run(c.d, func() { w.poisson(r, "acme", c.rate(float64(w.steps-1)*step.Seconds())) }), c.want)
+		})
+	}
 }
 
 // A tenant costs less than a kilobyte, and there are no more of them than allowed.

@@ -29,10 +29,14 @@ const (
 	madScale = 1.4826
 	// clearFactor times the normal is ordinary again.
 	clearFactor = 2
+	// burst is the seconds out of the ordinary that are learnt all the same when ordinary ones surround them.
+	burst = 3
+	// settle is how long traffic has to be out of the ordinary, never ordinary for calm, to be the new normal.
+	settle = 10 * time.Minute
 )
 
 // traffic follows how many requests each tenant makes, allowed or refused, over all gateways, by the second of arrival.
-// A tenant takes about 700 bytes.
+// A tenant takes about 830 bytes.
 type traffic struct {
 	cfg     Config
 	m       *Metrics
@@ -58,10 +62,11 @@ type tenant struct {
 	first  int64          // since when it has been active without a long pause
 	last   int64          // the newest second in which requests were reported
 	counts [window]uint32 // by second modulo window, of the window that ends with head
+	odd    [window]bool   // likewise: the second was out of the ordinary, or not all of it was heard
 
 	due       int64   // when normal is worked out next
 	rounds    int32   // times that it was
-	normal    float32 // requests per second: an average of medians that takes 10 minutes to follow
+	normal    float32 // requests per second: an average of medians of ordinary seconds that takes 10 minutes to follow
 	threshold float32 // 0 while too little is known
 
 	alarm *alarm // nil while there is none
@@ -71,6 +76,8 @@ type tenant struct {
 type alarm struct {
 	watch
 	sources map[*gateway]struct{} // that reported the tenant since: silence of one of them is not calm
+	stays   time.Duration         // since the traffic was last ordinary
+	before  float32               // what was normal when it began
 }
 
 // spanOf is the time over which the requests of u were made, up to the sealing of r; 0 when that is not known.
@@ -88,9 +95,11 @@ func (tr *traffic) add(u *schemas.Usage, g *gateway, at time.Time, late, span ti
 	tr.touch(t)
 	end := at.Add(-late)
 	s := at.Unix()
-	// Whose alert fires is not new after a pause: it may have been an outage.
-	if s-t.last > idleReset && t.alarm == nil {
+	switch {
+	case s-t.last > idleReset && t.alarm == nil:
 		t.first, t.due, t.rounds, t.normal, t.threshold = s, 0, 0, 0, 0
+	case t.first == 0: // Whose alert fires is not new after a pause: it may have been an outage, or the alerter's own.
+		t.first = s
 	}
 	t.last = max(t.last, s)
 	t.add(n, end.Add(-span).UnixNano(), end.UnixNano())
@@ -149,8 +158,17 @@ func (tr *traffic) watch(name string) *watch {
 	return &t.alarm.watch
 }
 
+// recall takes what was the threshold when a fired for what is known of a tenant of which nothing is: what it does in the
+// middle of a storm is not its normal.
+func (tr *traffic) recall(a *schemas.Alert) {
+	if t := tr.tenant(a.Tenant); t.threshold == 0 {
+		t.threshold, t.normal = float32(a.Threshold), float32(a.Threshold/tr.cfg.AnomalyFactor)
+		t.alarm.before = t.normal
+	}
+}
+
 func (tr *traffic) raise(t *tenant) {
-	t.alarm = &alarm{sources: map[*gateway]struct{}{}}
+	t.alarm = &alarm{sources: map[*gateway]struct{}{}, before: t.normal}
 	tr.firing[t] = struct{}{}
 }
 
@@ -188,7 +206,7 @@ func (t *tenant) add(n uint64, from, to int64) {
 // advance makes s the newest second, if it is newer.
 func (t *tenant) advance(s int64) {
 	for i := max(t.head+1, s-window+1); i <= s; i++ {
-		t.counts[uint64(i)%window] = 0
+		t.counts[uint64(i)%window], t.odd[uint64(i)%window] = 0, false
 	}
 	t.head = max(t.head, s)
 }
@@ -202,16 +220,58 @@ func (t *tenant) rate(s, n int64) float64 {
 	return float64(sum) / float64(n)
 }
 
-// learn works out what is normal for t from the seconds before those by which it is judged at s.
-func (tr *traffic) learn(t *tenant, s int64) {
-	samples := tr.scratch[:0]
-	// The first second was not a full one. While there are few, those of a minute ago are not missing: they were not.
-	for i := max(t.first+1, t.head-window+1); i < s-current; i++ {
-		samples = append(samples, t.counts[uint64(i)%window])
+// mark leaves those of the n seconds before s that hold more than above out of what is normal.
+func (t *tenant) mark(s, n int64, above float64) {
+	for i := max(s-n, t.head-window+1); i < s; i++ {
+		if float64(t.counts[uint64(i)%window]) > above {
+			t.odd[uint64(i)%window] = true
+		}
 	}
+}
+
+// ordinary appends to samples the seconds of from to to, to excluded, from which the normal is learnt: all but those that were
+// out of the ordinary for longer than a burst. What borders on either end may be a part of something longer.
+func (t *tenant) ordinary(samples []uint32, from, to int64) []uint32 {
+	run := int64(0) // odd seconds before i
+	for i := from; i < to; i++ {
+		if t.odd[uint64(i)%window] {
+			run++
+			continue
+		}
+		since := i
+		if run <= burst && i-run > from {
+			since -= run
+		}
+		for k := since; k <= i; k++ {
+			samples = append(samples, t.counts[uint64(k)%window])
+		}
+		run = 0
+	}
+	return samples
+}
+
+// learn works out what is normal for t from the seconds before those by which it is judged at s; with anew from what it does
+// of late and nothing else, ordinary or not.
+func (tr *traffic) learn(t *tenant, s int64, anew bool) {
+	if t.first == 0 {
+		return // nothing was heard yet
+	}
+	if anew {
+		clear(t.odd[:])
+	}
+	// The first second was not a full one. While there are few, those of a minute ago are not missing: they were not.
+	samples := t.ordinary(tr.scratch[:0], max(t.first+1, t.head-window+1), s-current)
 	if len(samples) < minHistory {
+		if t.threshold > 0 {
+			t.due = s + refresh // what is known holds
+		}
 		return
 	}
+	var sum float64
+	for _, n := range samples {
+		sum += float64(n)
+	}
+	mean := sum / float64(len(samples))
 	slices.Sort(samples)
 	median := float64(samples[len(samples)/2])
 	high := float64(samples[len(samples)*95/100])
@@ -228,6 +288,9 @@ func (tr *traffic) learn(t *tenant, s int64) {
 	follow := 1 - math.Pow(1-max(1.0/adapt, 1/float64(t.rounds+1)), missed)
 	t.rounds, t.due = t.rounds+1, s+refresh
 	t.normal += float32(follow) * (float32(median) - t.normal)
+	if anew {
+		t.normal = float32(max(mean, median)) // whose bursts are the new level
+	}
 	// Bursts that come in one second of twenty are ordinary too.
 	t.threshold = float32(max(tr.cfg.AnomalyFactor*float64(t.normal), median+6*deviation, 2*high, tr.cfg.AnomalyFloor))
 }
@@ -258,19 +321,22 @@ func (d *Detector) judgeTenant(t *tenant, s int64, dt time.Duration) {
 		return
 	}
 	heard := t.alarm == nil || d.heard(t.alarm)
+	anew := t.alarm != nil && t.alarm.stays >= settle
 	switch {
 	case !heard:
-		t.due = max(t.due, s+1) // an outage is not the new normal
-	case s >= t.due:
-		tr.learn(t, s)
+		t.mark(s, int64(d.cfg.Silent/time.Second), -1) // an outage is not the new normal
+		t.due = max(t.due, s+1)
+	case anew || s >= t.due:
+		tr.learn(t, s, anew)
 	}
+	recent, well := t.rate(s, calm), max(clearFactor*float64(t.normal), d.cfg.AnomalyFloor)
 	v := between
 	switch {
 	case !heard:
 		v = unknown
 	case t.threshold > 0 && rate > float64(t.threshold):
 		v = bad
-	case t.rate(s, calm) <= max(clearFactor*float64(t.normal), d.cfg.AnomalyFloor):
+	case recent <= well:
 		v = good
 	}
 	if t.alarm == nil {
@@ -279,15 +345,27 @@ func (d *Detector) judgeTenant(t *tenant, s int64, dt time.Duration) {
 		}
 		tr.raise(t)
 	}
-	w := &t.alarm.watch
-	switch w.step(v, dt, 0) {
+	a := t.alarm
+	// The first seconds of a storm, before it was one, are part of it too; and counts may come late.
+	t.mark(s, calm, well)
+	switch {
+	case v == good || anew:
+		a.stays = 0
+	case v != unknown:
+		a.stays += dt
+	}
+	switch a.step(v, dt, 0) {
 	case begins:
-		d.begin(w, schemas.Alert{Name: Anomaly, Severity: schemas.SeverityWarning, Tenant: t.name, Value: rate, Threshold: float64(t.threshold),
+		d.begin(&a.watch, schemas.Alert{Name: Anomaly, Severity: schemas.SeverityWarning, Tenant: t.name, Value: rate, Threshold: float64(t.threshold),
 			Summary: "tenant " + t.name + " makes " + perSecond(rate) + ", where " + perSecond(float64(t.normal)) + " is normal"})
 	case ends:
-		d.resolve(w, t.rate(s, calm), "tenant %s makes %s again, where %s is normal", t.name, perSecond(t.rate(s, calm)), perSecond(float64(t.normal)))
+		if recent > max(clearFactor*float64(a.before), d.cfg.AnomalyFloor) {
+			d.resolve(&a.watch, recent, "tenant %s makes %s, which is normal now", t.name, perSecond(recent))
+		} else {
+			d.resolve(&a.watch, recent, "tenant %s makes %s again, where %s is normal", t.name, perSecond(recent), perSecond(float64(t.normal)))
+		}
 	}
-	if w.firing == nil {
+	if a.firing == nil {
 		tr.lower(t)
 	}
 }
