@@ -160,7 +160,7 @@ func (e *Enforcer) give(v *view, r *rule, q *Request, said *schemas.Share, now i
 	if !ok {
 		return
 	}
-	g, s, at := e.enterLocked(sh, v, r, h, h2, q.Tenant, []byte(text), now)
+	s := e.enterLocked(sh, v, r, h, h2, q.Tenant, []byte(text), now)
 	w, _ := s.lock()
 	defer func() { s.unlock(w) }()
 	held := s.tokens
@@ -181,7 +181,7 @@ func (e *Enforcer) give(v *view, r *rule, q *Request, said *schemas.Share, now i
 	e.settle(v, s, c, r, q.Tenant, now)
 	if s.tokens < held && !r.local { // tokens that no longer fit go back: the centre waits to hear so
 		if w&hot == 0 {
-			sh.heat(g, at)
+			sh.heat(s)
 		}
 		w |= touched | hot
 	}

@@ -4,6 +4,7 @@ package enforcer
 
 import (
 	"math"
+	"math/bits"
 	"math/rand/v2"
 	"runtime"
 	"sync"
@@ -89,7 +90,7 @@ func (d *Decision) Standing(i int) Standing {
 	x := d.standings[:d.N][i]
 	s := Standing{
 		Rule:      d.view.rules[x>>standingRule].src,
-		Limit:     &d.view.entry(uint32(x>>standingEntry) & (entryLimit - 1)).whole,
+		Limit:     &d.view.entry(entryIn(x)).whole,
 		Remaining: int64(uint32(x)),
 	}
 	if uint32(x) == math.MaxUint32 {
@@ -151,7 +152,8 @@ func New(cfg Config) *Enforcer {
 	e.grantsUntil.Store(math.MinInt64)
 	e.heard.Store(math.MinInt64)
 	for i := range e.shards {
-		e.shards[i].seg.Store(newSegment(1, 0))
+		e.shards[i].seg.Store(newSegment(1))
+		e.shards[i].seg.Load().slab = make([]byte, 1, 64) // no key is at 0
 	}
 	return e
 }
@@ -192,47 +194,60 @@ func (e *Enforcer) Policy() *limits.Policy {
 // Check decides one request at now, in nanoseconds of a clock that does not step. It asks the rules in funnel order. The first
 // that refuses is named, and what the ones before it took is given back. Shadow rules are asked when a request is admitted.
 func (e *Enforcer) Check(now int64, q *Request) (d Decision) {
+	e.check(now, q, &d) // apart, so that Check is inlined and the decision made in its caller's frame
+	return d
+}
+
+// asking is one request on its way through the rules. The view goes beside it: it escapes, and would take the request along.
+type asking struct {
+	q   *Request
+	d   *Decision
+	now int64
+
+	credit credit // of the first pool that had one
+	from   uint64 // place of that pool's rule
+}
+
+func (e *Enforcer) check(now int64, q *Request, d *Decision) {
 	v := e.view.Load()
 	if v == nil {
 		d.Reason, d.RetryIn = ReasonNoPolicy, bucket.Never
-		return d
+		return
 	}
 	d.view, d.Allowed, d.Remaining = v, true, math.MaxInt64
-	var first credit // of the first pool
-	for i, r := range v.checks {
-		if len(r.routes) > 0 && !r.applies(q.Route) {
-			continue
-		}
-		if r.onLoss != limits.LossLocal && now > e.freshUntil.Load() {
-			if r.onLoss == limits.LossAllow {
+	a := asking{q: q, d: d, now: now}
+	for r := v.first; r != nil; r = r.next { // checks, in fewer instructions
+		if r.special {
+			if !r.applies(a.q.Route) {
 				continue
 			}
-			d.lost(r)
-			e.giveBack(v, i, q, now, first, &d)
-			return d
-		}
-		if r.strict && r.open(e, i, now, q.Cost) {
-			d.asks |= 1 << i
-			continue
-		}
-		var ok bool
-		if r.pool != nil {
-			var c credit
-			if ok, c = e.takePool(v, r, q, now, &d); first.stripe == nil {
-				first = c
+			if r.onLoss != limits.LossLocal && a.now > e.freshUntil.Load() {
+				if r.onLoss == limits.LossAllow {
+					continue
+				}
+				a.d.lost(r)
+				e.putBack(v, &a, r.nth)
+				return
 			}
+			if r.strict && r.open(e, r.nth, a.now, a.q.Cost) {
+				a.d.asks |= 1 << r.nth
+				continue
+			}
+		}
+		ok := false
+		if r.pool != nil {
+			ok = e.takePool(&a, r)
 		} else {
-			ok = e.take(v, r, q, now, &d)
+			ok = e.take(v, &a, r)
 		}
 		if !ok {
-			e.giveBack(v, i, q, now, first, &d)
-			return d
+			e.putBack(v, &a, r.nth)
+			return
 		}
 	}
 	if len(v.shadows) > 0 {
-		e.askShadows(v, q, now, &d)
+		e.askShadows(v, &a)
 	}
-	return d
 }
 
 // lost refuses for a rule that admits nothing while the centre is silent.
@@ -241,68 +256,62 @@ func (d *Decision) lost(r *rule) {
 	d.Remaining = 0
 }
 
-func (e *Enforcer) askShadows(v *view, q *Request, now int64, d *Decision) {
+func (e *Enforcer) askShadows(v *view, a *asking) {
 	for _, r := range v.shadows {
-		if !r.applies(q.Route) {
+		if !r.applies(a.q.Route) {
 			continue
 		}
-		own := Decision{view: v} // not what the caller hears
+		own := Decision{view: v, Remaining: math.MaxInt64} // not what the caller hears
+		b := asking{q: a.q, d: &own, now: a.now}
 		ok := false
 		if r.pool != nil {
-			ok, _ = e.takePool(v, r, q, now, &own)
+			ok = e.takePool(&b, r)
 		} else {
-			ok = e.take(v, r, q, now, &own)
+			ok = e.take(v, &b, r)
 		}
 		if !ok {
-			d.Shadow = r.names(d.Shadow)
+			a.d.Shadow = r.names(a.d.Shadow)
 		}
 	}
 }
 
-// giveBack gives back what the rules before v.checks[n] took.
-func (e *Enforcer) giveBack(v *view, n int, q *Request, now int64, first credit, d *Decision) {
-	if d.asks == 0 {
-		e.putBack(v.checks[:n], v, q, now, first)
-		return
-	}
-	for i := range n {
-		if d.asks&(1<<i) == 0 {
-			e.putBack(v.checks[i:i+1], v, q, now, first)
+// putBack gives back what the rules before v.checks[n] took.
+func (e *Enforcer) putBack(v *view, a *asking, n int) {
+	for i, r := range v.checks[:n] {
+		if a.d.asks>>i&1 == 0 {
+			e.putBackTo(v, a, r)
 		}
 	}
-	d.asks = 0
+	a.d.asks = 0
 }
 
-// putBack gives back what rules took. first is the credit of the first pool among them that had one.
-func (e *Enforcer) putBack(rules []*rule, v *view, q *Request, now int64, first credit) {
-	if q.Cost <= 0 {
-		return
-	}
-	for _, r := range rules {
-		switch {
-		case !r.applies(q.Route) || r.onLoss == limits.LossAllow && now > e.freshUntil.Load(): // it was not asked
-		case r.pool != nil:
-			r.pool.put(q.Cost, first)
-		default:
-			e.put(v, r, q, now)
-		}
+func (e *Enforcer) putBackTo(v *view, a *asking, r *rule) {
+	switch {
+	case a.q.Cost <= 0:
+	case !r.applies(a.q.Route) || r.onLoss == limits.LossAllow && a.now > e.freshUntil.Load(): // it was not asked
+	case r.pool == nil:
+		e.put(v, r, a.q, a.now)
+	case a.credit.stripe != 0 && r.place == a.from:
+		r.pool.put(a.q.Cost, a.credit)
+	default:
+		r.pool.put(a.q.Cost, credit{})
 	}
 }
 
-// note writes one rule's answer into the decision. idx is the entry that lim came from.
-func (d *Decision) note(r *rule, b *bucket.Decision, n int64, lim *bucket.Limit, idx uint32) {
-	d.stand(r, idx, b.Remaining, lim)
+// note writes one rule's answer into the decision. mark says which entry lim came from.
+func (d *Decision) note(r *rule, mark uint64, b *bucket.Decision, n int64, lim *bucket.Limit) {
+	d.stand(mark, b.Remaining, lim.Burst)
 	if !b.Allowed {
-		d.refuse(r, b, n, lim, &d.view.entry(idx).whole)
+		d.refuse(r, b, n, lim, &d.view.entry(entryIn(mark)).whole)
 	}
 }
 
-func (d *Decision) stand(r *rule, idx uint32, left int64, lim *bucket.Limit) {
+func (d *Decision) stand(mark uint64, left, burst int64) {
 	if left < d.Remaining {
-		d.Remaining, d.Burst = left, lim.Burst
+		d.Remaining, d.Burst = left, burst
 	}
 	if i := d.N; int(i) < len(d.standings) {
-		d.standings[i] = r.standing | uint64(idx)<<standingEntry | uint64(min(left, math.MaxUint32))
+		d.standings[i] = mark | uint64(min(left, math.MaxUint32))
 		d.N = i + 1
 	}
 }
@@ -324,47 +333,99 @@ func (d *Decision) refuse(r *rule, b *bucket.Decision, n int64, lim, whole *buck
 	}
 }
 
-func (e *Enforcer) takePool(v *view, r *rule, q *Request, now int64, d *Decision) (bool, credit) {
-	b, c := r.pool.take(e, now, q.Cost)
-	idx := v.entryFor(r, "")
-	d.note(r, &b, q.Cost, &v.entry(idx).limit, idx)
-	return b.Allowed, c
-}
-
-// take asks the bucket of q's key, and spends if it may. The ordinary case, an admitted request with a key of one part whose
-// slot is its own, is written out here; everything else is in functions of its own, so that this one stays short.
-func (e *Enforcer) take(v *view, r *rule, q *Request, now int64, d *Decision) bool {
-	var h uint64
-	var h2 uint32
-	if s := r.only(q); len(s) <= shortKey && r.plain {
-		h, h2 = hashString(r.seed, s), half(hashString(r.seed2, s))
-	} else {
-		h, h2 = e.hash(r, q)
-	}
-	sh := &e.shards[h%shardN]
-	g := sh.seg.Load()
-	at := g.home(h)
-	s := g.at(at)
-	w := s.word.Load()
-	if s.fp.Load() != h || (w^h2)&^(touched|hot) != 0 || !s.word.CompareAndSwap(w, w|locked) {
-		if g, s, at, w = e.lock(sh, v, r, q, h, h2, now); s == nil {
-			return e.peekFull(v, r, q, d)
+// takePool asks a pool, and spends if it may. Ordinarily the tokens come from this P's stripe.
+func (e *Enforcer) takePool(a *asking, r *rule) bool {
+	p, n := r.pool, a.q.Cost
+	i := procPin()
+	procUnpin()
+	if uint(i) < uint(len(p.stripes)) && n > 0 {
+		s := &p.stripes[i]
+		w := s.word.Load()
+		if int64(uint32(w)) >= n && s.word.CompareAndSwap(w, w-uint64(n)) {
+			if a.credit.stripe == 0 {
+				a.credit, a.from = credit{uint32(i + 1), uint32(w >> 32)}, r.place
+			}
+			a.d.stand(r.standing, p.level.Load(), r.limit.Burst)
+			return true
 		}
 	}
-	idx := s.lim & (entryLimit - 1)
-	var lim *bucket.Limit
-	if v.current(s.lim) {
-		lim = &v.entry(idx).limit
-	} else {
-		lim, idx = e.changed(v, sh, s, r, q.Tenant, now)
+	return e.takeBucket(a, r)
+}
+
+// takeBucket is takePool for every case.
+func (e *Enforcer) takeBucket(a *asking, r *rule) bool {
+	b, c := r.pool.take(e, a.now, a.q.Cost)
+	a.d.note(r, r.standing, &b, a.q.Cost, &r.limit)
+	if a.credit.stripe == 0 {
+		a.credit, a.from = c, r.place
 	}
-	n := q.Cost
-	b := s.state()
-	if now > b.At {
-		b = b.Level(*lim, now)
+	return b.Allowed
+}
+
+// take asks the bucket of a key, and spends if it may. Only the ordinary case is written out here: a key of one part that has no
+// share and is found at the first look, whose request is admitted and tells nothing that should go out at once. A request for a
+// cold key waits for one line of memory, and the processor begins the next one meanwhile if all that lies between is short.
+func (e *Enforcer) take(v *view, a *asking, r *rule) bool {
+	key := r.only(a.q)
+	if !r.plain || len(key) > shortKey {
+		h, h2 := e.hash(r, a.q)
+		return e.takeAny(v, a, r, h, h2)
 	}
+	h2 := half(hashString(r.seed2, key))
+	h := hashString(r.seed, key)
+	g := e.shards[h%shardN].seg.Load()
+	i, _ := bits.Mul64(h, g.groups) // the first step of find, without a call
+	low, high := g.tagsAt(i)
+	m, n := zeros(low^tagOf(h)*tagLow), i*groupLen
+	if m == 0 {
+		m, n = zeros(high^tagOf(h)*tagLow), n+wordLen
+	}
+	s := g.at(n + uint64(bits.TrailingZeros64(m|1<<63))>>3)
+	w := s.word.Load()
+	if s.fp.Load() != h || (w^h2)&^(touched|hot) != 0 || !s.word.CompareAndSwap(w, w|locked) {
+		return e.takeAny(v, a, r, h, h2)
+	}
+	cost, left, rem, at := a.q.Cost, int64(s.tokens), s.rem, s.at
+	if now := a.now; now > at {
+		if r.limit.Rate.Exceeds(uint64(now)-uint64(at), uint64(r.limit.Burst-left)) {
+			left, rem = r.limit.Burst, 0
+		} else {
+			b := s.state().Level(r.limit, now)
+			left, rem = b.Tokens, b.Rem
+		}
+		at = now
+	}
+	// cost < 1 or cost > left, for one
+	if uint64(cost-1) >= uint64(left) || s.lim != r.current || w&touched == 0 || r.eager || left-cost <= r.limit.Burst/4 {
+		return e.spend(v, a, r, h, s, w)
+	}
+	left -= cost
+	s.tokens, s.rem, s.at = uint32(left), rem, at
+	s.cum += uint64(cost)
+	s.taken = int32(min(int64(s.taken)+cost, math.MaxInt32))
+	s.min = min(s.min, uint32(left))
+	a.d.stand(r.standing, left, r.limit.Burst)
+	s.unlock(w)
+	return true
+}
+
+// takeAny is take for every case.
+func (e *Enforcer) takeAny(v *view, a *asking, r *rule, h uint64, h2 uint32) bool {
+	s, w := e.lock(v, a, r, h, h2)
+	if s == nil {
+		return e.peekFull(v, a, r)
+	}
+	return e.spend(v, a, r, h, s, w)
+}
+
+// spend is take once the slot is locked, for every case. It unlocks it.
+func (e *Enforcer) spend(v *view, a *asking, r *rule, h uint64, s *slot, w uint32) bool {
+	sh := &e.shards[h%shardN]
+	lim, idx := e.limit(v, sh, s, r, a.q.Tenant, a.now)
+	n := a.q.Cost
+	b := s.state().Level(*lim, a.now)
 	if n <= 0 || n > b.Tokens || lim.Unlimited {
-		return e.takeOther(sh, g, s, at, w, r, now, n, lim, idx, d)
+		return e.spendOther(a, r, sh, s, w, lim, r.mark(idx))
 	}
 	b.Tokens -= n
 	s.set(b)
@@ -372,20 +433,20 @@ func (e *Enforcer) take(v *view, r *rule, q *Request, now int64, d *Decision) bo
 	s.taken = int32(min(int64(s.taken)+n, math.MaxInt32))
 	s.min = min(s.min, s.tokens)
 	if w&touched == 0 {
-		s.wake(now)
+		s.wake(a.now)
 	}
 	w |= touched
-	half := b.Tokens*2 <= lim.Burst && (b.Tokens+n)*2 > lim.Burst // of the bucket has just gone
-	if w&hot == 0 && (r.eager || b.Tokens*4 <= lim.Burst) || half && r.eager {
-		w = e.heat(sh, g, s, at, w, r, b.Tokens, n, lim.Burst)
+	if r.eager || w&hot == 0 && b.Tokens*4 <= lim.Burst {
+		w = e.heat(sh, s, w, r, b.Tokens, n, lim.Burst)
 	}
-	d.stand(r, idx, b.Tokens, lim)
+	a.d.stand(r.mark(idx), b.Tokens, lim.Burst)
 	s.unlock(w)
 	return true
 }
 
-// heat puts a locked slot on the list of what goes out at once, if it belongs there, and returns its word.
-func (e *Enforcer) heat(sh *shard, g *segment, s *slot, at uint64, w uint32, r *rule, left, n, burst int64) uint32 {
+// heat puts a locked slot, of which n tokens have just gone, on the list of what goes out at once, if it belongs there, and
+// returns its word.
+func (e *Enforcer) heat(sh *shard, s *slot, w uint32, r *rule, left, n, burst int64) uint32 {
 	unknown := r.eager && s.lim&shareFlag == 0
 	low := left*4 <= burst
 	if half := left*2 <= burst && (left+n)*2 > burst; unknown && half || r.eager && low && (left+n)*4 > burst {
@@ -393,27 +454,28 @@ func (e *Enforcer) heat(sh *shard, g *segment, s *slot, at uint64, w uint32, r *
 	}
 	busy := r.eager && int64(s.taken)*8 >= burst
 	if w&hot == 0 && (unknown || low || busy) {
-		sh.heat(g, at)
+		sh.heat(s)
 		w |= hot
 	}
 	return w
 }
 
 // peekFull answers for a key that nobody spent from.
-func (e *Enforcer) peekFull(v *view, r *rule, q *Request, d *Decision) bool {
-	idx := v.entryFor(r, q.Tenant)
+func (e *Enforcer) peekFull(v *view, a *asking, r *rule) bool {
+	idx := v.entryFor(r, a.q.Tenant)
 	lim := &v.entry(idx).limit
 	b := bucket.Full(*lim, 0)
 	bd := b.Take(*lim, 0, 0)
-	d.note(r, &bd, 0, lim, idx)
+	a.d.note(r, r.mark(idx), &bd, 0, lim)
 	return bd.Allowed
 }
 
-// takeOther is the rest of take: peeks, unlimited keys and refusals. It unlocks the slot.
-func (e *Enforcer) takeOther(sh *shard, g *segment, s *slot, at uint64, w uint32, r *rule, now, n int64, lim *bucket.Limit, idx uint32, d *Decision) bool {
+// spendOther is the rest of spend: peeks, unlimited keys and refusals. It unlocks the slot.
+func (e *Enforcer) spendOther(a *asking, r *rule, sh *shard, s *slot, w uint32, lim *bucket.Limit, mark uint64) bool {
+	n := a.q.Cost
 	b := s.state()
-	bd := b.Take(*lim, now, n)
-	d.note(r, &bd, n, lim, idx)
+	bd := b.Take(*lim, a.now, n)
+	a.d.note(r, mark, &bd, n, lim)
 	signal := false
 	switch {
 	case !bd.Allowed:
@@ -423,10 +485,10 @@ func (e *Enforcer) takeOther(sh *shard, g *segment, s *slot, at uint64, w uint32
 			s.min = min(s.min, uint32(bd.Remaining))
 		}
 		if w&touched == 0 {
-			s.wake(now)
+			s.wake(a.now)
 		}
 		if w&hot == 0 {
-			sh.heat(g, at)
+			sh.heat(s)
 		}
 		w |= touched | hot
 	case n > 0: // unlimited
@@ -443,19 +505,19 @@ func (e *Enforcer) takeOther(sh *shard, g *segment, s *slot, at uint64, w uint32
 
 // lock finds and locks the slot of a key, entering it if need be, and whatever moves meanwhile. A peek enters nothing: its slot
 // may be nil.
-func (e *Enforcer) lock(sh *shard, v *view, r *rule, q *Request, h uint64, h2 uint32, now int64) (*segment, *slot, uint64, uint32) {
+func (e *Enforcer) lock(v *view, a *asking, r *rule, h uint64, h2 uint32) (*slot, uint32) {
+	sh := &e.shards[h%shardN]
 	for {
-		g := sh.seg.Load()
-		s, at := g.find(h, h2)
+		s := sh.seg.Load().find(h, h2)
 		if s == nil {
-			if q.Cost == 0 {
-				return g, nil, 0, 0
+			if a.q.Cost == 0 {
+				return nil, 0
 			}
 			var buf [MaxKeyBytes + 64]byte
-			g, s, at = e.enter(sh, v, r, h, h2, q.Tenant, appendKey(buf[:0], r.dims, q), now)
+			s = e.enter(sh, v, r, h, h2, a.q.Tenant, appendKey(buf[:0], r.dims, a.q), a.now)
 		}
 		if w, ok := s.lock(); ok {
-			return g, s, at, w
+			return s, w
 		}
 		sh.mu.Lock() // until the rebuild is done
 		sh.mu.Unlock()
@@ -468,7 +530,7 @@ func (e *Enforcer) put(v *view, r *rule, q *Request, now int64) {
 	sh := &e.shards[h%shardN]
 	for {
 		g := sh.seg.Load()
-		s, _ := g.find(h, h2)
+		s := g.find(h, h2)
 		if s == nil {
 			return // evicted meanwhile, and so full
 		}

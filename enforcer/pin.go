@@ -12,6 +12,11 @@ func procPin() int
 //go:linkname procUnpin runtime.procUnpin
 func procUnpin()
 
+// procyield spends so many PAUSE instructions, or what the processor has in their stead. It stays reachable as well.
+//
+//go:linkname procyield runtime.procyield
+func procyield(cycles uint32)
+
 // memhash is the keyed hash under hash/maphash (AES where there is AES), without the wrappers, which cost as much as the hash of
 // a key. It stays reachable for the same reason.
 //

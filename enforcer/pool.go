@@ -64,29 +64,37 @@ func (p *pool) size() {
 	}
 }
 
-func (p *pool) stripe() (*stripe, int) {
-	n := procPin() % len(p.stripes)
+// stripe returns the stripe of the P that runs us.
+func (p *pool) stripe() int {
+	n := procPin()
 	procUnpin()
-	return &p.stripes[n], n
+	return n % len(p.stripes)
 }
 
-// take spends n tokens. stripe and filling say where put has to return them to.
+// spend takes n tokens from a stripe, if it has them.
+func (p *pool) spend(stripe int, n int64) (from credit, ok bool) {
+	s := &p.stripes[stripe]
+	for {
+		w := s.word.Load()
+		if int64(uint32(w)) < n {
+			return credit{}, false
+		}
+		if s.word.CompareAndSwap(w, w-uint64(n)) {
+			return credit{uint32(stripe + 1), uint32(w >> 32)}, true
+		}
+	}
+}
+
+// take takes n tokens from this P's stripe or the bucket, or refuses. from is where put has to return them to.
 func (p *pool) take(e *Enforcer, now, n int64) (d bucket.Decision, from credit) {
 	at := -1
 	if len(p.stripes) > 0 && n > 0 {
-		var s *stripe
-		s, at = p.stripe()
-		for {
-			w := s.word.Load()
-			if int64(uint32(w)) < n {
-				break
-			}
-			if s.word.CompareAndSwap(w, w-uint64(n)) {
-				return bucket.Decision{Allowed: true, Remaining: p.level.Load()}, credit{s, uint32(w >> 32)}
-			}
+		at = p.stripe()
+		if from, ok := p.spend(at, n); ok {
+			return bucket.Decision{Allowed: true, Remaining: p.level.Load()}, from
 		}
 		if dry := p.dry.Load(); n == 1 && now < dry {
-			s.refused.Add(1)
+			p.stripes[at].refused.Add(1)
 			return bucket.Decision{RetryIn: time.Duration(dry - now)}, credit{}
 		}
 	}
@@ -95,7 +103,7 @@ func (p *pool) take(e *Enforcer, now, n int64) (d bucket.Decision, from credit) 
 
 // credit is where tokens came from: a filling of a stripe, or the bucket.
 type credit struct {
-	stripe  *stripe
+	stripe  uint32 // its number and 1; 0 is the bucket
 	filling uint32
 }
 
@@ -207,18 +215,10 @@ func (p *pool) credits() (sum int64) {
 	return sum
 }
 
-func (p *pool) owns(s *stripe) bool {
-	for i := range p.stripes {
-		if &p.stripes[i] == s {
-			return true
-		}
-	}
-	return false
-}
-
 // put gives back n tokens.
 func (p *pool) put(n int64, to credit) {
-	if s := to.stripe; s != nil && p.owns(s) {
+	if to.stripe != 0 {
+		s := &p.stripes[to.stripe-1]
 		for {
 			w := s.word.Load()
 			if uint32(w>>32) != to.filling {

@@ -49,7 +49,7 @@ func TestATokenFindsItsWayHomeAfterItsStripeWasEmptied(t *testing.T) {
 	e, p := testPool(t)
 	p.take(e, 0, 1)
 	d, from := p.take(e, 0, 1)
-	if !d.Allowed || from.stripe == nil {
+	if !d.Allowed || from.stripe == 0 {
 		t.Fatalf("take = %+v from %+v, want it from a stripe", d, from)
 	}
 	p.mu.Lock()

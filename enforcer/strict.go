@@ -37,12 +37,12 @@ func (e *Enforcer) Settle(ctx context.Context, now int64, q *Request, d Decision
 		case !reply.Allowed:
 			lim := &v.entry(idx).whole
 			b := bucket.Decision{Remaining: reply.Remaining, RetryIn: reply.RetryIn}
-			d.note(r, &b, q.Cost, lim, idx)
+			d.note(r, r.mark(idx), &b, q.Cost, lim)
 			e.unsettle(ctx, v, i, taken, q, now, &d, take)
 			return d
 		default:
 			taken |= bit
-			d.stand(r, idx, reply.Remaining, &v.entry(idx).whole)
+			d.stand(r.mark(idx), reply.Remaining, v.entry(idx).whole.Burst)
 			e.follow(v, r, q, now)
 		}
 	}
@@ -59,11 +59,11 @@ func (e *Enforcer) ask(v *view, r *rule, q *Request) (schemas.TakeRequest, uint3
 
 // takeHere asks this gateway's bucket.
 func (e *Enforcer) takeHere(v *view, r *rule, q *Request, now int64, d *Decision) bool {
+	a := asking{q: q, d: d, now: now}
 	if r.pool != nil {
-		ok, _ := e.takePool(v, r, q, now, d)
-		return ok
+		return e.takePool(&a, r)
 	}
-	return e.take(v, r, q, now, d)
+	return e.take(v, &a, r)
 }
 
 // follow takes from this gateway's bucket what the centre has given, as far as it goes: when the centre falls silent, no full bucket
@@ -80,7 +80,7 @@ func (e *Enforcer) follow(v *view, r *rule, q *Request, now int64) {
 	}
 	h, h2 := e.hash(r, q)
 	sh := &e.shards[h%shardN]
-	_, s, _, w := e.lock(sh, v, r, q, h, h2, now)
+	s, w := e.lock(v, &asking{q: q, now: now}, r, h, h2)
 	if s == nil {
 		return
 	}
@@ -102,7 +102,7 @@ func (e *Enforcer) unsettle(ctx context.Context, v *view, refused int, taken uin
 			back.Cost = -back.Cost
 			_, _ = take(ctx, back) // unanswered, it may be lost to the limit
 		default:
-			e.putBack(v.checks[i:i+1], v, q, now, credit{})
+			e.putBackTo(v, &asking{q: q, now: now}, r)
 		}
 	}
 	d.asks = 0

@@ -1,6 +1,7 @@
 package enforcer
 
 import (
+	"math"
 	"slices"
 	"strings"
 	"sync"
@@ -17,29 +18,46 @@ type entry struct {
 	local bool // the gateway has the whole limit to itself
 }
 
-// rule is a limits.Rule made ready for Check.
+// rule is a limits.Rule made ready for Check, which mostly reads what stands first.
 type rule struct {
-	src         *limits.Rule
-	layer       string
-	field       uintptr // of Request, when plain
-	plain       bool    // the key is one part, and not a header
-	eager       bool    // shared with other gateways: a key without a share wants one
-	seed        uint64  // of the halves of its keys' fingerprints
-	seed2       uint64
-	id          int // the same for a rule of this name and key in every policy of this process
-	dims        []limits.Dimension
-	routes      []string
-	local       bool
-	consistency string // empty for shared
-	strict      bool   // the centre is asked
-	onLoss      limits.StoreLoss
-	fixed       uint32   // index of the entry, unless the limit is by plan
-	pool        *pool    // of a rule whose key has no parts
-	alone       []string // the rule's name, for Decision.Shadow
+	field   uintptr // of Request, when plain
+	seed    uint64  // of the halves of its keys' fingerprints
+	seed2   uint64
+	limit   bucket.Limit // of a key that has no share, unless the limit is by plan
+	current uint32       // slot.lim of such a key; noLimit by plan
+	plain   bool         // the key is one part, and not a header
+	eager   bool         // shared with other gateways: a key without a share wants one
+	special bool         // not every request asks it, or not always
+	next    *rule        // in view.checks
+	onLoss  limits.StoreLoss
+	strict  bool // the centre is asked
+	local   bool
 
-	standing uint64 // its part of Decision.standings: the place in view.rules
+	consistency string // empty for shared
+
+	standing uint64   // what Decision.standings say of a key that has that limit, but for the tokens
+	pool     *pool    // of a rule whose key has no parts
+	routes   []string // it applies to; none: all
+	dims     []limits.Dimension
+	src      *limits.Rule
+	layer    string
+	id       int      // the same for a rule of this name and key in every policy of this process
+	fixed    uint32   // index of the entry, unless the limit is by plan
+	place    uint64   // in view.rules
+	nth      int      // in view.checks
+	alone    []string // the rule's name, for Decision.Shadow
 }
 
+// noLimit is no slot's lim.
+const noLimit = math.MaxUint32
+
+// mark returns what Decision.standings say of a key whose limit is entry idx, but for the tokens.
+func (r *rule) mark(idx uint32) uint64 { return r.place<<standingRule | uint64(idx)<<standingEntry }
+
+// entryIn returns the entry that a mark, or what became of it in Decision.standings, names.
+func entryIn(mark uint64) uint32 { return uint32(mark>>standingEntry) & (entryLimit - 1) }
+
+//go:noinline
 func (r *rule) applies(route string) bool {
 	if len(r.routes) == 0 {
 		return true
@@ -60,6 +78,7 @@ type view struct {
 	since   int64   // when it came into force
 	rules   []*rule // all that there is to ask, in policy order
 	checks  []*rule
+	first   *rule // of checks
 	shadows []*rule
 	byID    []*rule // nil for a rule of an earlier policy
 	known   []*rule // the same, with the last form of rules that are gone
@@ -99,6 +118,7 @@ func (e *Enforcer) compile(p *limits.Policy, fleet int, prev *view, now int64) *
 	v.byID = make([]*rule, len(v.known))
 	entries := make([]entry, 1, 16)
 	v.entries.Store(&entries)
+	last := &v.first
 	for i := range p.Rules {
 		src := &p.Rules[i]
 		if !src.ByPlan && src.Fixed.Unlimited { // nothing to ask
@@ -112,15 +132,16 @@ func (e *Enforcer) compile(p *limits.Policy, fleet int, prev *view, now int64) *
 			v.byID, v.known = append(v.byID, nil), append(v.known, nil)
 		}
 		r := &rule{
-			src: src, layer: src.Layer.String(), id: id, standing: uint64(len(v.rules)) << standingRule, dims: src.Key, routes: src.Routes,
+			src: src, layer: src.Layer.String(), id: id, place: uint64(len(v.rules)), dims: src.Key, routes: src.Routes,
 			local: src.Consistency == limits.Local, alone: []string{src.Name},
-			seed: hashString(e.seed, name), seed2: hashString(e.seed2, name),
+			seed: hashString(e.seed, name), seed2: hashString(e.seed2, name), current: noLimit,
 		}
 		r.eager = !r.local && fleet > 1
 		if !r.local {
 			r.onLoss = src.OnStoreLoss
 			r.strict = e.cfg.Ask && src.Consistency == limits.Strict && src.Mode == limits.Enforce
 		}
+		r.special = len(r.routes) > 0 || r.onLoss != limits.LossLocal || r.strict
 		if src.Consistency != limits.Shared {
 			r.consistency = src.Consistency.String()
 		}
@@ -129,6 +150,11 @@ func (e *Enforcer) compile(p *limits.Policy, fleet int, prev *view, now int64) *
 		}
 		if !src.ByPlan {
 			r.fixed = v.intern(src.Fixed, r.local)
+			r.current = v.gen<<genShift | r.fixed
+		}
+		if !src.ByPlan || len(r.dims) == 0 {
+			idx := v.entryFor(r, "")
+			r.limit, r.standing = v.entry(idx).limit, r.mark(idx)
 		}
 		if len(r.dims) == 0 {
 			ent := v.entry(v.entryFor(r, ""))
@@ -143,7 +169,9 @@ func (e *Enforcer) compile(p *limits.Policy, fleet int, prev *view, now int64) *
 		if src.Mode == limits.Shadow {
 			v.shadows = append(v.shadows, r)
 		} else {
+			r.nth = len(v.checks)
 			v.checks = append(v.checks, r)
+			*last, last = r, &r.next
 		}
 	}
 	return v

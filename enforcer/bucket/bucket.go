@@ -106,6 +106,15 @@ func ceilDiv(hi, lo, d uint64) uint64 {
 	return min(q, math.MaxInt64)
 }
 
+// Exceeds says whether more than n tokens come in elapsed nanoseconds. It is short enough to be inlined.
+func (r Rate) Exceeds(elapsed, n uint64) bool {
+	hi, lo := bits.Mul64(elapsed, r.Num)
+	nhi, nlo := bits.Mul64(n, r.Den)
+	_, borrow := bits.Sub64(nlo, lo, 0)
+	_, borrow = bits.Sub64(nhi, hi, borrow)
+	return borrow != 0
+}
+
 // Limit is what a bucket is allowed: a refill rate and a burst of 0 to MaxBurst tokens. The zero Limit denies everything.
 // Unlimited allows everything and makes the rest of no account.
 type Limit struct {
