@@ -83,7 +83,7 @@ func TestStorm(t *testing.T) {
 			r  *schemas.Report
 		}
 		var reports []up
-		demand := make([]float64, n) // per step
+		demand := make([]float64, n)       // per step
 		var admitted, least, worst float64 // less what was refilled meanwhile: at least so far, and most above that
 		var seq uint64
 		run := func(until time.Duration, storm bool) {
@@ -167,7 +167,6 @@ func TestStorm(t *testing.T) {
 			}
 		}
 		run(20*time.Second, true)
-		rate, burst := float64(l.RateNanos)/1e9, float64(l.Burst)
 		rate, burst := float64(l.RateNanos)/1e9, float64(l.Burst)
 		slack := 0.3*rate + 2*float64(n) // reports and updates under way, and a token of each that has no share
 		if consistency == "lease" {
