@@ -7,6 +7,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/weirhq/weir/cmd/internal/text"
 	"github.com/weirhq/weir/limits"
 )
 
@@ -27,7 +28,7 @@ func checkCommand() *cobra.Command {
 				return err
 			}
 			for _, w := range p.Warnings() {
-				fmt.Fprintf(cmd.ErrOrStderr(), "policy: %s\n", w)
+				text.Printf(cmd.ErrOrStderr(), "policy: %s\n", w)
 			}
 			v := struct {
 				Version string `json:"version"`
@@ -37,7 +38,7 @@ func checkCommand() *cobra.Command {
 				Tenants int    `json:"tenants"`
 			}{fmt.Sprintf("%012x", p.Version), len(p.Rules), len(p.Routes), len(p.Plans), len(p.Tenants)}
 			return out.write(cmd.OutOrStdout(), v, func(w io.Writer) {
-				fmt.Fprintf(w, "POLICY\tRULES\tROUTES\tPLANS\tTENANTS\n%s\t%d\t%d\t%d\t%d\n", v.Version, v.Rules, v.Routes, v.Plans, v.Tenants)
+				text.Printf(w, "POLICY\tRULES\tROUTES\tPLANS\tTENANTS\n%s\t%d\t%d\t%d\t%d\n", v.Version, v.Rules, v.Routes, v.Plans, v.Tenants)
 			})
 		},
 	}

@@ -12,6 +12,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/weirhq/weir/cmd/internal/app"
+	"github.com/weirhq/weir/cmd/internal/text"
 	"github.com/weirhq/weir/ingest/jetstream"
 	"github.com/weirhq/weir/internal/run"
 )
@@ -103,7 +104,7 @@ func dlqListCommand() *cobra.Command {
 				return b.out.write(cmd.OutOrStdout(), list, func(w io.Writer) {
 					fmt.Fprintln(w, "ID\tTIME\tREASON\tSUBJECT\tSEQ\tBYTES\tDETAIL")
 					for _, l := range list.Letters {
-						fmt.Fprintf(w, "%d\t%s\t%s\t%s\t%d\t%d\t%s\n", l.ID, l.Time.Format(time.RFC3339), l.Reason, l.Subject, l.Seq, l.Bytes, l.Detail)
+						text.Printf(w, "%d\t%s\t%s\t%s\t%d\t%d\t%s\n", l.ID, l.Time.Format(time.RFC3339), l.Reason, l.Subject, l.Seq, l.Bytes, l.Detail)
 					}
 					counts := map[string]int{}
 					for reason, n := range list.Counts {
@@ -139,18 +140,18 @@ func dlqShowCommand() *cobra.Command {
 					return err
 				}
 				return b.out.write(cmd.OutOrStdout(), l, func(w io.Writer) {
-					fmt.Fprintf(w, "id\t%d\ntime\t%s\nreason\t%s\ndetail\t%s\nsubject\t%s\nmessage\t%d of %s, arrived %s\ncontent type\t%s\nbytes\t%d\ntruncated\t%t\n",
+					text.Printf(w, "id\t%d\ntime\t%s\nreason\t%s\ndetail\t%s\nsubject\t%s\nmessage\t%d of %s, arrived %s\ncontent type\t%s\nbytes\t%d\ntruncated\t%t\n",
 						l.ID, l.Time.Format(time.RFC3339), l.Reason, l.Detail, l.Subject, l.Seq, l.Stream, l.Arrived.Format(time.RFC3339), dash(l.ContentType), l.Bytes, l.Truncated)
 					if r, err := l.Report(); err == nil {
-						if text, err := json.Marshal(r); err == nil {
-							fmt.Fprintf(w, "report\t%s\n", text)
+						if b, err := json.Marshal(r); err == nil {
+							text.Printf(w, "report\t%s\n", string(b))
 							return
 						}
 					}
 					if utf8.Valid(l.Body) {
-						fmt.Fprintf(w, "body\t%q\n", l.Body)
+						text.Printf(w, "body\t%q\n", l.Body)
 					} else {
-						fmt.Fprintf(w, "body\t%x\n", l.Body)
+						text.Printf(w, "body\t%x\n", l.Body)
 					}
 				})
 			})
@@ -228,10 +229,10 @@ func eachLetter(cmd *cobra.Command, b *letterBox, d *jetstream.DeadLetters, name
 	if err := b.out.write(cmd.OutOrStdout(), results, func(w io.Writer) {
 		for _, r := range results {
 			if !r.Done {
-				fmt.Fprintf(w, "%d\t%s\n", r.ID, r.Error)
+				text.Printf(w, "%d\t%s\n", r.ID, r.Error)
 			}
 		}
-		fmt.Fprintf(w, "%s: %d of %d letters\n", name, done, len(ids))
+		text.Printf(w, "%s: %d of %d letters\n", name, done, len(ids))
 	}); err != nil {
 		return err
 	}

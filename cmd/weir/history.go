@@ -11,6 +11,7 @@ import (
 	"github.com/weirhq/weir/aggregator/clickhouse"
 	"github.com/weirhq/weir/aggregator/redis"
 	"github.com/weirhq/weir/cmd/internal/app"
+	"github.com/weirhq/weir/cmd/internal/text"
 	"github.com/weirhq/weir/internal/run"
 )
 
@@ -43,7 +44,7 @@ again. Reports may come in meanwhile; an interrupted rebuild is repeated. It exi
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return q.ask(cmd, func(s *clickhouse.Store, from, to time.Time) error {
 				r, err := s.Rebuild(cmd.Context(), from, to, func(day time.Time, rows uint64) {
-					fmt.Fprintf(cmd.ErrOrStderr(), "%s: %d rows put right\n", day.Format(time.DateOnly), rows)
+					text.Printf(cmd.ErrOrStderr(), "%s: %d rows put right\n", day.Format(time.DateOnly), rows)
 				})
 				if err != nil {
 					return err
@@ -64,16 +65,16 @@ again. Reports may come in meanwhile; an interrupted rebuild is repeated. It exi
 
 func printRebuilt(w io.Writer, r clickhouse.Rebuilt) {
 	for _, g := range r.Gaps {
-		fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\tallowed %+d, rejected %+d, cost %+d\n", g.Rollup, g.Time.Format(time.RFC3339), g.Tenant, g.Route, dash(g.Rule), g.Allowed, g.Rejected, g.Cost)
+		text.Printf(w, "%s\t%s\t%s\t%s\t%s\tallowed %+d, rejected %+d, cost %+d\n", g.Rollup, g.Time.Format(time.RFC3339), g.Tenant, g.Route, dash(g.Rule), g.Allowed, g.Rejected, g.Cost)
 	}
 	if r.Half > 0 {
-		fmt.Fprintf(w, "%d reports are stored in part: their batch will come again; repeat this when the aggregator has caught up\n", r.Half)
+		text.Printf(w, "%d reports are stored in part: their batch will come again; repeat this when the aggregator has caught up\n", r.Half)
 	}
 	verdict := "equal"
 	if !r.Equal || r.Half > 0 {
 		verdict = "different"
 	}
-	fmt.Fprintf(w, "%s: %s to %s, %d rows put right\n", verdict, r.From.Format(time.RFC3339), r.To.Format(time.RFC3339), r.Rows)
+	text.Printf(w, "%s: %s to %s, %d rows put right\n", verdict, r.From.Format(time.RFC3339), r.To.Format(time.RFC3339), r.Rows)
 }
 
 func historyVerifyCommand() *cobra.Command {
@@ -142,13 +143,13 @@ func printReconciliation(w io.Writer, r app.Reconciliation) {
 		fmt.Fprintln(w, "HOUR\tBETWEEN\tCAUSE\tGATEWAY\tBOOT\tRULE\tKEY\tWANT\tHAVE\tDETAIL")
 	}
 	for _, d := range r.Differences {
-		fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\t%s\t%s\t%d\t%d\t%s\n", d.Hour.Format(time.RFC3339), d.Between, d.Cause, dash(d.Gateway), dash(d.Boot), dash(d.Rule), dash(d.Key), d.Want, d.Have, d.Detail)
+		text.Printf(w, "%s\t%s\t%s\t%s\t%s\t%s\t%s\t%d\t%d\t%s\n", d.Hour.Format(time.RFC3339), d.Between, d.Cause, dash(d.Gateway), dash(d.Boot), dash(d.Rule), dash(d.Key), d.Want, d.Have, d.Detail)
 	}
 	verdict := "equal"
 	if !r.Equal {
 		verdict = fmt.Sprintf("%d differences", len(r.Differences))
 	}
-	fmt.Fprintf(w, "%s: %s to %s, %d requests, %d counts in Redis compared, %d journals\n", verdict, r.From.Format(time.RFC3339), r.To.Format(time.RFC3339), r.Requests, r.Counts, r.Journals)
+	text.Printf(w, "%s: %s to %s, %d requests, %d counts in Redis compared, %d journals\n", verdict, r.From.Format(time.RFC3339), r.To.Format(time.RFC3339), r.Requests, r.Counts, r.Journals)
 }
 
 func historyCorrectCommand() *cobra.Command {
@@ -233,6 +234,6 @@ func historyCorrectionsCommand() *cobra.Command {
 func printCorrections(w io.Writer, all []clickhouse.Correction) {
 	fmt.Fprintln(w, "HOUR\tREF\tGATEWAY\tTENANT\tROUTE\tRULE\tALLOWED\tREJECTED\tCOST\tBY\tREASON")
 	for _, c := range all {
-		fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\t%s\t%+d\t%+d\t%+d\t%s\t%s\n", c.Hour.Format(time.RFC3339), c.Ref, c.Gateway, c.Tenant, c.Route, dash(c.Rule), c.Allowed, c.Rejected, c.Cost, c.Author, c.Reason)
+		text.Printf(w, "%s\t%s\t%s\t%s\t%s\t%s\t%+d\t%+d\t%+d\t%s\t%s\n", c.Hour.Format(time.RFC3339), c.Ref, c.Gateway, c.Tenant, c.Route, dash(c.Rule), c.Allowed, c.Rejected, c.Cost, c.Author, c.Reason)
 	}
 }

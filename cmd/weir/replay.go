@@ -10,6 +10,7 @@ import (
 
 	"github.com/weirhq/weir/cmd/internal/app"
 	"github.com/weirhq/weir/cmd/internal/replay"
+	"github.com/weirhq/weir/cmd/internal/text"
 )
 
 func replayCommand() *cobra.Command {
@@ -50,11 +51,15 @@ What it sends is stored as usage of the log's tenants at the present time: use a
 			cfg.Progress = bar.show
 			res, err := replay.Run(cmd.Context(), cfg, app.Servers{NATS: s.nats, Redis: s.redis, ClickHouse: s.clickhouse}, log)
 			bar.end()
+			sayUnread(cmd.ErrOrStderr(), cfg.Log, res.Log)
 			if err != nil {
 				return err
 			}
+			for _, w := range res.Warnings {
+				text.Printf(cmd.ErrOrStderr(), "policy: %s\n", w)
+			}
 			if err := out.write(cmd.OutOrStdout(), res, func(w io.Writer) {
-				fmt.Fprintf(w, "REQUESTS\tALLOWED\tREJECTED\tINVALID\tUNPARSED\tSTORED\tLOST\tDOUBLED\tSECONDS\n%d\t%d\t%d\t%d\t%d\t%d\t%d\t%d\t%.1f\n",
+				text.Printf(w, "REQUESTS\tALLOWED\tREJECTED\tINVALID\tUNPARSED\tSTORED\tLOST\tDOUBLED\tSECONDS\n%d\t%d\t%d\t%d\t%d\t%d\t%d\t%d\t%.1f\n",
 					res.Requests, res.Allowed, res.Rejected, res.Invalid, res.Unparsed, res.Stored, res.Lost, res.Doubled, res.ElapsedS)
 				printCounts(w, "\nRULE\tREJECTED", res.ByRule)
 			}); err != nil {

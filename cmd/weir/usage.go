@@ -10,6 +10,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/weirhq/weir/aggregator/clickhouse"
+	"github.com/weirhq/weir/cmd/internal/text"
 )
 
 func usageCommand() *cobra.Command {
@@ -124,7 +125,7 @@ func usageTopCommand() *cobra.Command {
 				return q.out.write(cmd.OutOrStdout(), top, func(w io.Writer) {
 					fmt.Fprintln(w, "TENANT\tREQUESTS\tALLOWED\tREJECTED\tCOST")
 					for _, t := range top {
-						fmt.Fprintf(w, "%s\t%d\t%d\t%d\t%d\n", t.Tenant, t.Requests, t.Allowed, t.Rejected, t.Cost)
+						text.Printf(w, "%s\t%d\t%d\t%d\t%d\n", t.Tenant, t.Requests, t.Allowed, t.Rejected, t.Cost)
 					}
 				})
 			})
@@ -153,11 +154,11 @@ func usageTenantCommand() *cobra.Command {
 				return q.out.write(cmd.OutOrStdout(), u, func(w io.Writer) {
 					fmt.Fprintln(w, "ROUTE\tRULE\tALLOWED\tREJECTED\tCOST")
 					for _, r := range u.Routes {
-						fmt.Fprintf(w, "%s\t%s\t%d\t%d\t%d\n", r.Route, dash(r.Rule), r.Allowed, r.Rejected, r.Cost)
+						text.Printf(w, "%s\t%s\t%d\t%d\t%d\n", r.Route, dash(r.Rule), r.Allowed, r.Rejected, r.Cost)
 					}
 					fmt.Fprintln(w, "\nTIME\tROUTE\tRULE\tALLOWED\tREJECTED")
 					for _, p := range u.Points {
-						fmt.Fprintf(w, "%s\t%s\t%s\t%d\t%d\n", p.Time.UTC().Format(time.RFC3339), p.Route, dash(p.Rule), p.Allowed, p.Rejected)
+						text.Printf(w, "%s\t%s\t%s\t%d\t%d\n", p.Time.UTC().Format(time.RFC3339), p.Route, dash(p.Rule), p.Allowed, p.Rejected)
 					}
 				})
 			})
@@ -192,7 +193,7 @@ func usageCurveCommand() *cobra.Command {
 				return q.out.write(cmd.OutOrStdout(), points, func(w io.Writer) {
 					fmt.Fprintln(w, "TIME\tTOKENS\tCAPACITY\tMIN\tTAKEN\tREFUSED")
 					for _, p := range points {
-						fmt.Fprintf(w, "%s\t%d\t%d\t%d\t%d\t%d\n", p.Time.UTC().Format(time.RFC3339), p.Last, p.Capacity, p.Min, p.Taken, p.Refused)
+						text.Printf(w, "%s\t%d\t%d\t%d\t%d\t%d\n", p.Time.UTC().Format(time.RFC3339), p.Last, p.Capacity, p.Min, p.Taken, p.Refused)
 					}
 				})
 			})
@@ -232,6 +233,6 @@ func printCounts(w io.Writer, head string, counts map[string]int) {
 	slices.Sort(names)
 	fmt.Fprintln(w, head)
 	for _, n := range names {
-		fmt.Fprintf(w, "%s\t%d\n", n, counts[n])
+		text.Printf(w, "%s\t%d\n", n, counts[n])
 	}
 }

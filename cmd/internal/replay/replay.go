@@ -15,6 +15,7 @@ import (
 
 	"github.com/weirhq/weir/aggregator/clickhouse"
 	"github.com/weirhq/weir/cmd/internal/app"
+	"github.com/weirhq/weir/cmd/internal/simulate"
 	"github.com/weirhq/weir/internal/accesslog"
 	"github.com/weirhq/weir/internal/run"
 	"github.com/weirhq/weir/limits"
@@ -43,6 +44,9 @@ type Result struct {
 	Doubled   int            `json:"doubled"`  // stored once too often
 	ElapsedS  float64        `json:"elapsed_s"`
 	GatewayID []string       `json:"gateways"` // names under which ClickHouse has them
+
+	Log      accesslog.Stats `json:"-"` // what could not be read, and why
+	Warnings []string        `json:"-"`
 }
 
 // Whole says whether every request is stored exactly once.
@@ -64,6 +68,7 @@ func Run(ctx context.Context, cfg Config, servers app.Servers, log *slog.Logger)
 		cfg.Progress = func(string, int, int) {}
 	}
 	entries, stats, err := accesslog.Load(ctx, cfg.Log)
+	res.Log, res.Unparsed, res.ByRule = stats, stats.Unparsed, map[string]int{}
 	if err != nil {
 		return res, err
 	}
@@ -91,10 +96,9 @@ func Run(ctx context.Context, cfg Config, servers app.Servers, log *slog.Logger)
 	}
 	defer func() { err = errors.Join(err, stop()) }()
 	r := &replay{cfg: cfg, prefix: "replay-" + strings.ToLower(rand.Text()[:8]) + "-", sent: map[clickhouse.Outcome]uint64{}, res: &res, first: entries[0].Time}
-	if err := r.start(ctx, servers, &stack, log); err != nil {
+	if err := r.start(ctx, entries, servers, &stack, log); err != nil {
 		return res, err
 	}
-	res.ByRule, res.Unparsed = map[string]int{}, stats.Unparsed
 	if err := r.send(ctx, entries); err != nil {
 		return res, err
 	}
@@ -121,13 +125,20 @@ type replay struct {
 }
 
 // start runs the gateways, without listeners: requests are handed to them directly.
-func (r *replay) start(ctx context.Context, servers app.Servers, stack *run.Stack, log *slog.Logger) error {
+func (r *replay) start(ctx context.Context, entries []accesslog.Entry, servers app.Servers, stack *run.Stack, log *slog.Logger) error {
 	m := app.NewMetrics()
 	policy, err := app.NewPolicy(r.cfg.Policy, m, log)
 	if err != nil {
 		return err
 	}
 	r.policy = policy
+	r.res.Warnings = simulate.Nameless(policy.Current(), entries)
+	rules := policy.Current().Rules
+	for i := range rules {
+		if rules[i].Mode != limits.Shadow {
+			r.res.ByRule[rules[i].Name] = 0
+		}
+	}
 	for i := range r.cfg.Gateways {
 		name := fmt.Sprintf("%s%d", r.prefix, i+1)
 		nc, err := app.Connect(ctx, servers.NATS, name, true, m, stack, log)

@@ -9,10 +9,10 @@ import (
 	"io"
 	"net/url"
 	"slices"
-	"strconv"
 	"strings"
 	"text/tabwriter"
 
+	"github.com/weirhq/weir/cmd/internal/text"
 	"github.com/weirhq/weir/enforcer"
 	"github.com/weirhq/weir/enforcer/httpguard"
 	"github.com/weirhq/weir/internal/accesslog"
@@ -39,7 +39,7 @@ type Result struct {
 	Top      []Tenant       `json:"top"`              // the tenants refused most, ties by name
 
 	Log      accesslog.Stats `json:"-"` // what could not be read, and why
-	Warnings []string        `json:"-"` // of the policy
+	Warnings []string        `json:"-"` // of the policy, and of what it reads that the log has not
 	rules    []string        // in funnel order
 }
 
@@ -64,7 +64,7 @@ func Run(ctx context.Context, cfg Config) (Result, error) {
 }
 
 func run(ctx context.Context, cfg Config, p *limits.Policy, entries []accesslog.Entry, stats accesslog.Stats) (Result, error) {
-	res := Result{Requests: len(entries), Unparsed: stats.Unparsed, ByRule: map[string]int{}, Shadow: map[string]int{}, Top: []Tenant{}, Log: stats, Warnings: p.Warnings()}
+	res := Result{Requests: len(entries), Unparsed: stats.Unparsed, ByRule: map[string]int{}, Shadow: map[string]int{}, Top: []Tenant{}, Log: stats, Warnings: append(p.Warnings(), Nameless(p, entries)...)}
 	for i := range p.Rules {
 		r := &p.Rules[i]
 		res.rules = append(res.rules, r.Name)
@@ -156,6 +156,29 @@ func tenant(id *limits.Identity, e *accesslog.Entry, ip string) string {
 	return cmp.Or(t, e.Tenant, httpguard.Anonymous)
 }
 
+// Nameless warns of a log in which no request says whose it is.
+func Nameless(p *limits.Policy, entries []accesslog.Entry) []string {
+	id := &p.Identity
+	for i := range entries {
+		if tenant(id, &entries[i], entries[i].Client) != httpguard.Anonymous {
+			return nil
+		}
+	}
+	if len(entries) == 0 {
+		return nil
+	}
+	source := "the client's address"
+	switch id.Tenant {
+	case limits.TenantFromBasic:
+		source = "the user of basic authentication"
+	case limits.TenantFromQuery:
+		source = "the query parameter " + id.TenantName
+	case limits.TenantFromHeader:
+		source = "the header " + id.TenantName
+	}
+	return []string{fmt.Sprintf("every request is of tenant %s: the policy reads %s, which this log does not have", httpguard.Anonymous, source)}
+}
+
 // queryValue is the first value of a query parameter, "" when there is none or it is malformed.
 func queryValue(uri, name string) string {
 	_, query, _ := strings.Cut(uri, "?")
@@ -184,7 +207,7 @@ func (r *Result) WriteJSON(w io.Writer) error {
 // WriteTable writes the result for people: totals, then rules in funnel order, then the tenants refused most.
 func (r *Result) WriteTable(w io.Writer) error {
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
-	row := func(format string, args ...any) { _, _ = fmt.Fprintf(t, format, args...) } // Flush has its errors
+	row := func(format string, args ...any) { text.Printf(t, format, args...) } // Flush has its errors
 	row("REQUESTS\tALLOWED\tREJECTED\tUNPARSED\tTENANTS\n")
 	row("%d\t%d\t%d\t%d\t%d\n\n", r.Requests, r.Allowed, r.Rejected, r.Unparsed, r.Tenants)
 	row("RULE\tREJECTED\n")
@@ -198,16 +221,8 @@ func (r *Result) WriteTable(w io.Writer) error {
 	if len(r.Top) > 0 {
 		row("\nTENANT\tREJECTED\n")
 		for _, top := range r.Top {
-			row("%s\t%d\n", printable(top.Tenant), top.Rejected)
+			row("%s\t%d\n", top.Tenant, top.Rejected)
 		}
 	}
 	return t.Flush()
-}
-
-// printable is s, quoted if a terminal would do something with it other than print it.
-func printable(s string) string {
-	if q := strconv.Quote(s); len(q) != len(s)+2 || s == "" {
-		return q
-	}
-	return s
 }

@@ -428,7 +428,7 @@ func TestIdentity(t *testing.T) {
 func TestOutput(t *testing.T) {
 	res := Result{
 		Requests: 12, Allowed: 9, Rejected: 3, Unparsed: 1, Tenants: 4, ByRule: map[string]int{"guard": 0, "contract": 3}, Shadow: map[string]int{"per-ip": 2},
-		Top: []Tenant{{"a<b", 2}, {"x\x1b[2J", 1}}, rules: []string{"guard", "contract", "per-ip"},
+		Top: []Tenant{{"a<b", 2}, {"x\x1b[2J", 1}, {"y\u202ez", 1}}, rules: []string{"guard", "contract", "per-ip"},
 	}
 	var table, doc bytes.Buffer
 	if err := res.WriteTable(&table); err != nil {
@@ -445,6 +445,7 @@ per-ip    2 (shadow)
 TENANT      REJECTED
 a<b         2
 "x\x1b[2J"  1
+"y\u202ez"  1
 `
 	if table.String() != want {
 		t.Errorf("table:\n%s\nwant:\n%s", table.String(), want)
@@ -456,7 +457,7 @@ a<b         2
 	if err := json.Compact(&compact, doc.Bytes()); err != nil {
 		t.Fatal(err)
 	}
-	want = `{"requests":12,"allowed":9,"rejected":3,"unparsed":1,"tenants":4,"by_rule":{"contract":3,"guard":0},"shadow":{"per-ip":2},"top":[{"tenant":"a<b","rejected":2},{"tenant":"x\u001b[2J","rejected":1}]}`
+	want = `{"requests":12,"allowed":9,"rejected":3,"unparsed":1,"tenants":4,"by_rule":{"contract":3,"guard":0},"shadow":{"per-ip":2},"top":[{"tenant":"a<b","rejected":2},{"tenant":"x\u001b[2J","rejected":1},{"tenant":"y` + "\u202e" + `z","rejected":1}]}`
 	if compact.String() != want {
 		t.Errorf("JSON:\n%s\nwant:\n%s", compact.String(), want)
 	}
