@@ -9,6 +9,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/weirhq/weir/cmd/internal/app"
+	"github.com/weirhq/weir/cmd/internal/text"
 )
 
 func doctorCommand() *cobra.Command {
@@ -53,14 +54,14 @@ func printDiagnoses(w io.Writer, all []app.Diagnosis) {
 		if d.OffsetMS != nil {
 			offset = fmt.Sprintf("%+.1f ±%.1f ms", *d.OffsetMS, *d.ErrorMS)
 		}
-		fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\n", d.Server, d.Status, dash(d.Version), offset, dash(d.Address))
+		text.Printf(w, "%s\t%s\t%s\t%s\t%s\n", d.Server, d.Status, dash(d.Version), offset, dash(d.Address))
 	}
 	for _, d := range all {
 		for _, p := range d.Problems {
-			fmt.Fprintf(w, "\nproblem\t%s: %s", d.Server, p)
+			text.Printf(w, "\nproblem\t%s: %s", d.Server, p)
 		}
 		for _, n := range d.Notes {
-			fmt.Fprintf(w, "\nnote\t%s: %s", d.Server, n)
+			text.Printf(w, "\nnote\t%s: %s", d.Server, n)
 		}
 	}
 	fmt.Fprintln(w)

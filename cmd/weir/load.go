@@ -16,6 +16,8 @@ import (
 
 	"github.com/weirhq/weir/cmd/internal/app"
 	"github.com/weirhq/weir/cmd/internal/load"
+	"github.com/weirhq/weir/cmd/internal/text"
+	"github.com/weirhq/weir/internal/conf"
 )
 
 // bindLoad adds the flags of generated traffic, under a prefix.
@@ -39,10 +41,14 @@ func loadCommand() *cobra.Command {
 		Short: "Send generated traffic to gateways: Zipf tenants, a daily peak, one tenant that goes mad",
 		Example: `  weir load --duration 1m
   weir load --url http://127.0.0.1:8080 --rate 1000 -o json`,
+		Long: `Load sends traffic until --duration is over or it is interrupted. It exits 3 when no request ever got an answer.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if err := out.validate(); err != nil {
 				return err
+			}
+			if duration < 0 || every <= 0 {
+				return usagef("--duration %s and --every %s, want times above 0", duration, every)
 			}
 			if len(cfg.URLs) == 0 {
 				urls, err := runningGateways(data)
@@ -61,7 +67,20 @@ func loadCommand() *cobra.Command {
 				ctx, cancel = context.WithTimeout(ctx, duration)
 				defer cancel()
 			}
-			return runLoad(ctx, g, every, func(s load.Summary) { printSummary(cmd.OutOrStdout(), out, s, nil) })
+			if err := runLoad(ctx, g, every, func(s load.Summary) { printSummary(cmd.OutOrStdout(), out, s, nil) }); err != nil {
+				return err
+			}
+			switch {
+			case g.Unanswered():
+				shown := make([]string, len(cfg.URLs))
+				for i, u := range cfg.URLs {
+					shown[i] = conf.Redact(u)
+				}
+				return fmt.Errorf("%w: no request was answered by %s", errUnreachable, strings.Join(shown, ", "))
+			case duration > 0 && cmd.Context().Err() != nil:
+				return cmd.Context().Err()
+			}
+			return nil
 		},
 	}
 	bind(cmd, map[string]*string{"data": &data})
@@ -98,6 +117,10 @@ func runLoad(ctx context.Context, g *load.Generator, every time.Duration, report
 		for {
 			select {
 			case <-done:
+				if s := g.Take(); s.Requests > 0 { // the rest
+					s.Elapsed = time.Since(last)
+					report(s)
+				}
 				return
 			case now := <-t.C:
 				s := g.Take()
@@ -123,7 +146,7 @@ func printSummary(w io.Writer, out output, s load.Summary, alerts []string) {
 	sec := max(s.Elapsed.Seconds(), 0.001)
 	line := fmt.Sprintf("%s %6.0f req/s  allowed %6.0f/s  refused %s  top", time.Now().Format("15:04:05"), float64(s.Requests)/sec, float64(s.Allowed)/sec, perRule(s.Refused, sec))
 	for _, t := range s.Top(3) {
-		line += fmt.Sprintf(" %s %.0f/s", t, float64(s.Tenants[t])/sec)
+		line += fmt.Sprintf(" %s %.0f/s", text.Printable(t), float64(s.Tenants[t])/sec)
 	}
 	if len(s.Failed) > 0 {
 		line += "  failed " + perRule(s.Failed, sec)
@@ -132,7 +155,7 @@ func printSummary(w io.Writer, out output, s load.Summary, alerts []string) {
 		line += fmt.Sprintf("  unsent %d", s.Unsent)
 	}
 	if len(alerts) > 0 {
-		line += "  ALERT " + strings.Join(alerts, ", ")
+		line += "  ALERT " + text.Printable(strings.Join(alerts, ", "))
 	}
 	fmt.Fprintln(w, line)
 }
@@ -149,7 +172,7 @@ func perRule(counts map[string]int, seconds float64) string {
 	slices.Sort(names)
 	parts := make([]string, len(names))
 	for i, n := range names {
-		parts[i] = fmt.Sprintf("%s %.0f/s", n, float64(counts[n])/seconds)
+		parts[i] = fmt.Sprintf("%s %.0f/s", text.Printable(n), float64(counts[n])/seconds)
 	}
 	return strings.Join(parts, ", ")
 }

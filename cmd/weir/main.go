@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"os"
 	"os/signal"
 	"syscall"
@@ -12,6 +13,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/weirhq/weir/cmd/internal/app"
+	"github.com/weirhq/weir/cmd/internal/text"
 )
 
 // Exit codes.
@@ -41,30 +43,46 @@ func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
 	context.AfterFunc(ctx, stop) // a second signal ends the process at once
-	os.Exit(execute(ctx, os.Args[1:]))
+	os.Exit(execute(ctx, os.Args[1:], os.Stdout, os.Stderr))
 }
 
-func execute(ctx context.Context, args []string) int {
+func execute(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 	root := newRoot()
 	root.SetArgs(args)
+	root.SetOut(stdout)
+	root.SetErr(stderr)
+	var wrong error // found by the help, which cannot return it
+	help := root.HelpFunc()
+	root.SetHelpFunc(func(cmd *cobra.Command, args []string) {
+		if words := cmd.Flags().Args(); len(words) > 0 {
+			if wrong = cmd.ValidateArgs(words); wrong != nil {
+				return
+			}
+		}
+		help(cmd, args)
+	})
 	err := root.ExecuteContext(ctx)
-	var usage usageError
-	switch {
-	case err == nil:
+	if err == nil {
+		err = wrong
+	}
+	if err == nil {
 		return exitOK
-	case errors.As(err, &usage):
-		fmt.Fprintf(root.ErrOrStderr(), "weir: %v\nTry 'weir --help'.\n", err)
-		return exitUsage
-	case errors.Is(err, errDegraded):
-		fmt.Fprintf(root.ErrOrStderr(), "weir: %v\n", err)
-		return exitDegraded
-	case errors.Is(err, errUnreachable), app.Unreachable(err):
-		fmt.Fprintf(root.ErrOrStderr(), "weir: %v\n", err)
-		return exitUnreachable
-	default:
-		fmt.Fprintf(root.ErrOrStderr(), "weir: %v\n", err)
+	}
+	if ctx.Err() != nil && errors.Is(err, context.Canceled) {
+		fmt.Fprintln(stderr, "weir: interrupted")
 		return exitFailed
 	}
+	fmt.Fprintf(stderr, "weir: %s\n", text.Lines(err.Error()))
+	switch {
+	case errors.As(err, new(usageError)):
+		fmt.Fprintln(stderr, "Try 'weir --help'.")
+		return exitUsage
+	case errors.Is(err, errDegraded):
+		return exitDegraded
+	case errors.Is(err, errUnreachable), app.Unreachable(err):
+		return exitUnreachable
+	}
+	return exitFailed
 }
 
 func newRoot() *cobra.Command {
@@ -79,19 +97,37 @@ Standard output is data, standard error is talk. Exit codes: 0 ok, 1 failed, 2 u
 		Example:       "  weir up --load\n  weir simulate --log access.log.gz --policy policy.yaml\n  weir usage top --last 1h",
 		SilenceErrors: true,
 		SilenceUsage:  true,
-		Args:          cobra.ArbitraryArgs,
-		RunE: func(cmd *cobra.Command, args []string) error {
-			if len(args) > 0 {
-				return usagef("there is no command %q", args[0])
+		Args:          known,
+		RunE:          func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
+	}
+	root.SetHelpCommand(&cobra.Command{
+		Use:     "help [COMMAND]",
+		Short:   "Help about a command",
+		Example: "  weir help usage top",
+		RunE: func(_ *cobra.Command, args []string) error {
+			cmd, rest, err := root.Find(args)
+			if err != nil {
+				return usageError{err}
+			}
+			if err := known(cmd, rest); err != nil {
+				return err
 			}
 			return cmd.Help()
 		},
-	}
+	})
 	root.SetFlagErrorFunc(func(_ *cobra.Command, err error) error { return usageError{err} })
 	root.CompletionOptions.HiddenDefaultCmd = true
 	root.AddCommand(upCommand(), gatewayCommand(), aggregatorCommand(), alerterCommand(), migrateCommand(), checkCommand(),
 		usageCommand(), historyCommand(), dlqCommand(), simulateCommand(), replayCommand(), loadCommand(), benchCommand(), doctorCommand(), versionCommand())
 	return root
+}
+
+// known refuses a word that should have been a command.
+func known(cmd *cobra.Command, args []string) error {
+	if len(args) > 0 {
+		return usagef("%s has no command %q", cmd.CommandPath(), args[0])
+	}
+	return nil
 }
 
 // noArgs refuses arguments with a usage error that names the first one.

@@ -8,8 +8,10 @@ import (
 	"io/fs"
 	"log/slog"
 	"math"
+	"net/url"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"text/tabwriter"
@@ -17,6 +19,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/weirhq/weir/cmd/internal/app"
+	"github.com/weirhq/weir/internal/conf"
 	"github.com/weirhq/weir/internal/obs"
 )
 
@@ -66,7 +69,10 @@ func parseSize(flag, s string) (int64, error) {
 }
 
 // servers holds the addresses of the three servers.
-type servers struct{ nats, redis, clickhouse, data string }
+type servers struct {
+	nats, redis, clickhouse, data string
+	embedded                      bool // nats is the server of a running `weir up`; known once resolved
+}
 
 func (s *servers) bind(cmd *cobra.Command) {
 	bind(cmd, map[string]*string{"nats": &s.nats, "redis": &s.redis, "clickhouse": &s.clickhouse, "data": &s.data})
@@ -74,6 +80,9 @@ func (s *servers) bind(cmd *cobra.Command) {
 
 // resolve fills in what was not said: the endpoints of a running `weir up` in the data folder, else the default ports.
 func (s *servers) resolve() error {
+	if err := s.validate(); err != nil {
+		return err
+	}
 	var e app.Endpoints
 	b, err := os.ReadFile(filepath.Join(s.data, app.EndpointsFile))
 	switch {
@@ -95,7 +104,46 @@ func (s *servers) resolve() error {
 	first(&s.nats, e.NATS, "nats://127.0.0.1:4222")
 	first(&s.redis, e.Redis, "redis://127.0.0.1:6379")
 	first(&s.clickhouse, e.ClickHouse, "clickhouse://127.0.0.1:9000/weir")
+	s.embedded = e.NATS != "" && s.nats == e.NATS
 	return nil
+}
+
+// validate refuses an address that no client could read. Empty ones are not said yet.
+func (s *servers) validate() error {
+	for _, a := range []struct {
+		flag, value, like string
+		schemes           []string
+	}{
+		{"--nats", s.nats, "nats://127.0.0.1:4222", []string{"nats", "tls", "ws", "wss"}},
+		{"--redis", s.redis, "redis://127.0.0.1:6379", []string{"redis", "rediss"}},
+		{"--clickhouse", s.clickhouse, "clickhouse://127.0.0.1:9000/weir or http://127.0.0.1:8123/weir", []string{"clickhouse", "http", "https"}},
+	} {
+		each := []string{a.value}
+		if a.flag == "--nats" { // several, and the scheme may be left out
+			each = strings.Split(a.value, ",")
+			for i, v := range each {
+				if v = strings.TrimSpace(v); v != "" && !strings.Contains(v, "://") {
+					v = "nats://" + v
+				}
+				each[i] = v
+			}
+		}
+		for _, v := range each {
+			u, err := url.Parse(v)
+			if a.value != "" && (err != nil || u.Hostname() == "" || !slices.Contains(a.schemes, u.Scheme)) {
+				return usagef("%s %s, want an address such as %s", a.flag, shownAddress(v), a.like)
+			}
+		}
+	}
+	return nil
+}
+
+// shownAddress is an address as it may be shown. One that does not look like an address could be a password altogether.
+func shownAddress(v string) string {
+	if strings.Contains(v, "@") && !strings.Contains(v, "://") {
+		return "(an address that does not parse)"
+	}
+	return conf.Redact(v)
 }
 
 // logger writes to the command's standard error.

@@ -20,6 +20,7 @@ import (
 	"github.com/weirhq/weir/aggregator/clickhouse"
 	"github.com/weirhq/weir/cmd/internal/app"
 	"github.com/weirhq/weir/cmd/internal/load"
+	"github.com/weirhq/weir/cmd/internal/text"
 	"github.com/weirhq/weir/internal/conf"
 	"github.com/weirhq/weir/internal/obs"
 	"github.com/weirhq/weir/schemas"
@@ -64,6 +65,9 @@ func (c *upConfig) run(cmd *cobra.Command) error {
 	if c.gateways < 1 || c.gateways > 100 {
 		return usagef("--gateways %d, want 1 to 100", c.gateways)
 	}
+	if err := c.servers.validate(); err != nil {
+		return err
+	}
 	secret, err := conf.Env("WEIR_WEBHOOK_SECRET")
 	if err != nil {
 		return err
@@ -93,7 +97,7 @@ func (c *upConfig) run(cmd *cobra.Command) error {
 		return p.fail(err)
 	}
 	p.stack.Defer("endpoints file", func() error { return os.Remove(filepath.Join(c.servers.data, app.EndpointsFile)) })
-	fmt.Fprintf(cmd.OutOrStdout(), "weir is up: gateway %s, check %s/v1/check, metrics %s/metrics; policy %s; Ctrl-C ends it\n", end.Gateway, end.Check, end.Metrics, c.policy)
+	text.Printf(cmd.OutOrStdout(), "weir is up: gateway %s, check %s/v1/check, metrics %s/metrics; policy %s; Ctrl-C ends it\n", end.Gateway, end.Check, end.Metrics, c.policy)
 	if c.load {
 		if err := c.generate(cmd, p, end); err != nil {
 			return p.fail(err)

@@ -9,10 +9,14 @@ import (
 	"math"
 	"math/rand/v2"
 	"net/http"
+	"net/url"
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
+
+	"github.com/weirhq/weir/internal/conf"
 )
 
 // Config says what traffic to send. A zero field means its default.
@@ -75,6 +79,10 @@ func (c Config) validate() error {
 		}
 	}
 	check(len(c.URLs) > 0, "no gateway to send to")
+	for _, s := range c.URLs {
+		u, err := url.Parse(s)
+		check(err == nil && (u.Scheme == "http" || u.Scheme == "https") && u.Hostname() != "", fmt.Sprintf("gateway %s, want an address such as http://127.0.0.1:8080", conf.Redact(s)))
+	}
 	check(c.Skew > 1, "skew must be above 1")
 	check(c.Rate > 0 && !math.IsInf(c.Rate, 0), "rate must be above 0")
 	check(c.Tenants > 0, "tenants must be above 0")
@@ -122,9 +130,14 @@ type Generator struct {
 	rng    *rand.Rand // owned by Run
 	zipf   *rand.Zipf // owned by Run
 
-	mu  sync.Mutex // guards sum and since
+	sent, answered atomic.Int64 // requests, ever
+
+	mu  sync.Mutex // guards sum
 	sum Summary
 }
+
+// Unanswered says that requests were sent and not one of them ever got an answer.
+func (g *Generator) Unanswered() bool { return g.sent.Load() > 0 && g.answered.Load() == 0 }
 
 // New returns a generator, or every mistake in cfg.
 func New(cfg Config) (*Generator, error) {
@@ -272,10 +285,12 @@ func (g *Generator) ask(url string, r request) (rule, failed string) {
 		return "", "bad request"
 	}
 	req.Header.Set(g.cfg.Header, r.tenant)
+	g.sent.Add(1)
 	resp, err := g.client.Do(req)
 	if err != nil {
 		return "", "no answer"
 	}
+	g.answered.Add(1)
 	defer func() { _ = resp.Body.Close() }()
 	body, err := io.ReadAll(io.LimitReader(resp.Body, 64<<10))
 	if err != nil {
