@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"net"
 	"net/url"
 	"strings"
 	"sync"
@@ -166,6 +167,7 @@ type link struct {
 	since    time.Time // of the outage; zero while there is none
 	told     time.Time
 	attempts int
+	dialErr  error                // of the last attempt to reach a server, nil if one was reached
 	said     map[string]time.Time // asynchronous errors already told, bounded
 }
 
@@ -181,10 +183,30 @@ func newLink(cfg Config, log *slog.Logger, m *Metrics) (*link, error) {
 	return &link{cfg: cfg, where: Redact(cfg.URL), log: log, m: m, said: map[string]time.Time{}}, nil
 }
 
+// Dial reaches a server for the client, and keeps the reason when there is none: the client says only that it has no server, or
+// no buffer.
+func (l *link) Dial(network, address string) (net.Conn, error) {
+	conn, err := net.DialTimeout(network, address, l.cfg.Timeout)
+	l.mu.Lock()
+	l.dialErr = err
+	l.mu.Unlock()
+	return conn, err
+}
+
+// cause is the reason of an outage. mu is held.
+func (l *link) cause(err error) error {
+	vague := err == nil || errors.Is(err, nats.ErrNoServers) || errors.Is(err, nats.ErrReconnectBufExceeded)
+	if vague && l.dialErr != nil {
+		return l.dialErr
+	}
+	return err
+}
+
 func (l *link) options() []nats.Option {
 	opts := []nats.Option{
 		nats.Name(l.cfg.Name),
 		nats.Timeout(l.cfg.Timeout),
+		nats.SetCustomDialer(l),
 		nats.MaxReconnects(-1),
 		// A server that forgets a user and learns it again must not cost us the connection for ever.
 		nats.IgnoreAuthErrorAbort(),
@@ -239,7 +261,7 @@ func (l *link) down(err error) {
 	l.m.Degraded.Inc()
 	l.since = time.Now()
 	l.told = l.since
-	l.log.Warn("NATS is away, trying again until it is back", "url", l.where, "name", l.cfg.Name, "err", err)
+	l.log.Warn("NATS is away, trying again until it is back", "url", l.where, "name", l.cfg.Name, "err", l.cause(err))
 }
 
 func (l *link) retry(err error) {
@@ -248,7 +270,7 @@ func (l *link) retry(err error) {
 	l.attempts++
 	if !l.since.IsZero() && time.Since(l.told) >= l.cfg.LogEvery {
 		l.told = time.Now()
-		l.log.Warn("NATS is still away", "url", l.where, "name", l.cfg.Name, "for", time.Since(l.since).Round(time.Second), "attempts", l.attempts, "err", err)
+		l.log.Warn("NATS is still away", "url", l.where, "name", l.cfg.Name, "for", time.Since(l.since).Round(time.Second), "attempts", l.attempts, "err", l.cause(err))
 	}
 }
 

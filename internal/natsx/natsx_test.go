@@ -101,6 +101,22 @@ func TestUnreachableServerIsOneClearLine(t *testing.T) {
 	}
 }
 
+// A server that is not there from the start: the log says why it cannot be reached, then and later.
+func TestUnreachableServerIsLoggedWithItsReason(t *testing.T) {
+	var out lines
+	nc, err := Connect(Config{URL: "nats://" + freeAddr(t), RetryWait: time.Millisecond, LogEvery: time.Millisecond}, slog.New(slog.NewTextHandler(&out, nil)), nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer nc.Close()
+	eventually(t, "a summary", func() bool { return strings.Contains(out.String(), "still away") })
+	for line := range strings.Lines(out.String()) {
+		if !strings.Contains(line, "connection refused") || strings.Contains(line, "buffer") {
+			t.Errorf("log has %q, want the reason", line)
+		}
+	}
+}
+
 func TestWrongPasswordIsOneClearLineAtOnce(t *testing.T) {
 	srv := startAt(t, nats.Config{Dir: t.TempDir(), User: "weir", Password: "right"})
 	at := strings.TrimPrefix(srv.URL(), "nats://")
