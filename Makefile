@@ -10,8 +10,9 @@ LDFLAGS := -X github.com/weirhq/weir/internal/obs.version=$(VERSION)
 # Modules beside the main one: rivals in benchmarks and linters are no dependencies of weir.
 BENCH := $(dir $(wildcard internal/bench/go.mod))
 
-# The race detector runs where goroutines meet. The rest is arithmetic, or too slow under it to say more.
-RACE ?= $$(go list ./... | grep -v -e /schemas/weirpb -e /enforcer/bucket$$)
+# The race detector runs where goroutines meet. The rest is arithmetic, other processes, or too slow under it to say more.
+RACE ?= $$(go list ./... | grep -v -e /schemas/weirpb -e /enforcer/bucket$$ -e /cmd/e2e$$ -e /cmd/chaos$$ -e /internal/embedded \
+	-e /aggregator/clickhouse$$ -e /cmd/internal/accuracy$$ -e /ingest/spool$$)
 
 .PHONY: help
 help: ## show this help

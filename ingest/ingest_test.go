@@ -836,6 +836,7 @@ func TestBucketsMergeWhileReportsWait(t *testing.T) {
 		far, buckets := &stream{away: true}, newTable()
 		r := New(Config{Spool: roomy{newMemory(1)}, MaxReports: 5}, "gw", "boot", buckets, far, quiet, nil)
 		stop := begin(r)
+		time.Sleep(500 * time.Millisecond) // between two flushes, so that each count has its own
 		for i := range 60 {
 			r.Count(time.Now(), "a", "r", "", "", 1)
 			buckets.put(true, schemas.Tokens{Rule: "c", Key: "a", Cum: uint64(i + 1), Taken: 1})
