@@ -137,7 +137,49 @@ func reportFromJSON(body []byte) (*Report, error) {
 	if err := decodeStrict(body, &r); err != nil {
 		return nil, err
 	}
+	if err := noDuplicates(body); err != nil {
+		return nil, err
+	}
 	return &r, nil
+}
+
+// noDuplicates refuses an object with the same key twice, of which the decoder would silently take the last. Keys are compared
+// as the decoder does, without regard to case. body is valid JSON.
+func noDuplicates(body []byte) error {
+	d := json.NewDecoder(bytes.NewReader(body))
+	type level struct {
+		keys map[string]bool // nil in an array
+		key  bool            // the next token is a key
+	}
+	levels := []level{{}}
+	for {
+		token, err := d.Token()
+		if errors.Is(err, io.EOF) {
+			return nil
+		} else if err != nil {
+			return err
+		}
+		at := &levels[len(levels)-1]
+		switch {
+		case token == json.Delim('}') || token == json.Delim(']'):
+			levels = levels[:len(levels)-1]
+			continue
+		case at.key:
+			name := strings.ToLower(token.(string))
+			if at.keys[name] {
+				return fmt.Errorf("%.40q is there twice", name)
+			}
+			at.keys[name], at.key = true, false
+			continue
+		}
+		at.key = at.keys != nil // behind the value that begins here
+		switch token {
+		case json.Delim('{'):
+			levels = append(levels, level{keys: map[string]bool{}, key: true})
+		case json.Delim('['):
+			levels = append(levels, level{})
+		}
+	}
 }
 
 func decodeStrict(body []byte, v any) error {

@@ -13,6 +13,7 @@ import (
 	"strings"
 	"testing"
 	"time"
+	"unicode"
 
 	"google.golang.org/protobuf/encoding/protowire"
 	"google.golang.org/protobuf/proto"
@@ -184,7 +185,8 @@ func TestEntriesComeBackNormal(t *testing.T) {
 
 // random draws a valid report whose entries are normal already.
 func random(t *rapid.T) *Report {
-	text := func(name string) string { return rapid.StringN(0, -1, MaxTextBytes).Draw(t, name) }
+	legible := rapid.Rune().Filter(func(r rune) bool { return !unicode.IsControl(r) })
+	text := func(name string) string { return rapid.StringOfN(legible, 0, -1, MaxTextBytes).Draw(t, name) }
 	count := func(name string) uint64 { return rapid.Uint64Range(0, MaxCount).Draw(t, name) }
 	at := func(name string) time.Time {
 		return arrived.Add(time.Duration(rapid.Int64Range(-int64(MaxBehind), int64(MaxAhead)).Draw(t, name)))
@@ -196,7 +198,7 @@ func random(t *rapid.T) *Report {
 	for range rapid.IntRange(0, 5).Draw(t, "usage") {
 		u := Usage{Time: at("ts"), Tenant: text("tenant"), Route: text("route")}
 		if rapid.Bool().Draw(t, "refused") {
-			u.Rule, u.Layer, u.Rejected = "r"+rapid.StringN(0, 10, 100).Draw(t, "rule"), text("layer"), count("rejected")+1
+			u.Rule, u.Layer, u.Rejected = "r"+rapid.StringOfN(legible, 0, 10, 100).Draw(t, "rule"), text("layer"), count("rejected")+1
 			u.Rejected = min(u.Rejected, MaxCount)
 		} else {
 			u.Allowed = count("allowed")
@@ -208,7 +210,7 @@ func random(t *rapid.T) *Report {
 	}
 	i64 := func(name string, min int64) int64 { return rapid.Int64Min(min).Draw(t, name) }
 	for range rapid.IntRange(0, 5).Draw(t, "tokens") {
-		r.Tokens = append(r.Tokens, Tokens{Rule: "r" + rapid.StringN(0, 10, 100).Draw(t, "rule"), Layer: text("layer"), Key: text("key"), Tenant: text("tenant"),
+		r.Tokens = append(r.Tokens, Tokens{Rule: "r" + rapid.StringOfN(legible, 0, 10, 100).Draw(t, "rule"), Layer: text("layer"), Key: strings.ReplaceAll(text("key"), "%", ""), Tenant: text("tenant"),
 			Mode: rapid.SampledFrom([]string{"", "enforce", "shadow"}).Draw(t, "mode"), RateNanos: i64("rate", -1), Capacity: i64("capacity", 0), LimitRateNanos: i64("limit", -1),
 			LimitBurst: i64("burst", 0), Taken: count("taken"), Refused: count("refused"), Cum: count("cum"), Incarnation: rapid.Uint32().Draw(t, "inc"),
 			TokensMin: i64("min", math.MinInt64), TokensLast: i64("last", math.MinInt64), Window: time.Duration(i64("window", 0))})
@@ -266,8 +268,14 @@ func TestBadReports(t *testing.T) {
 		return `{"boot":"b","seq":1,"usage":[{"ts":"2026-11-29T10:00:00Z","tenant":"a","route":"r","allowed":1},` + s + `]}`
 	}
 	good := `"ts":"2026-11-29T10:00:00Z","tenant":"a","route":"r"`
-	token := func(s string) string {
-		return `{"boot":"b","seq":1,"tokens":[{"key":"k","rate_nanos":1,"capacity":1,"limit_rate_nanos":1,"limit_burst":1,"cum":1,"tokens_min":0,"tokens_last":0,"window_ns":1` + s + `}]}`
+	token := func(s string) string { // what s says instead of the rest
+		rest := ""
+		for _, field := range []string{`"rate_nanos":1`, `"capacity":1`, `"cum":1`, `"window_ns":1`} {
+			if name, _, _ := strings.Cut(field, ":"); !strings.Contains(s, ","+name) {
+				rest += "," + field
+			}
+		}
+		return `{"boot":"b","seq":1,"tokens":[{"key":"k","limit_rate_nanos":1,"limit_burst":1,"tokens_min":0,"tokens_last":0` + rest + s + `}]}`
 	}
 	long := strings.Repeat("x", MaxTextBytes+1)
 	for _, c := range []struct{ name, subject, content, body, reason, field string }{
@@ -277,6 +285,10 @@ func TestBadReports(t *testing.T) {
 		{"JSON twice", subject, ContentJSON, smallest + smallest, ReasonMalformed, ""},
 		{"JSON array", subject, ContentJSON, `[1]`, ReasonMalformed, ""},
 		{"JSON null", subject, ContentJSON, `null`, ReasonInvalid, "boot"},
+		{"a key twice", subject, ContentJSON, `{"boot":"b","seq":1,"seq":2}`, ReasonMalformed, ""},
+		{"a key in two spellings", subject, ContentJSON, `{"boot":"b","seq":1,"BOOT":"c"}`, ReasonMalformed, ""},
+		{"a key twice within", subject, ContentJSON, entry(`{` + good + `,"allowed":5,"allowed":6}`), ReasonMalformed, ""},
+		{"a key twice behind an object", subject, ContentJSON, `{"boot":"b","usage":[{` + good + `}],"seq":1,"usage":[]}`, ReasonMalformed, ""},
 		{"unknown field", subject, ContentJSON, `{"boot":"b","seq":1,"burts":5}`, ReasonMalformed, ""},
 		{"unknown field within", subject, ContentJSON, entry(`{` + good + `,"allow":5}`), ReasonMalformed, ""},
 		{"content type", subject, "text/plain", smallest, ReasonMalformed, "Content-Type"},
@@ -313,6 +325,48 @@ func TestBadReports(t *testing.T) {
 				t.Errorf("refused with %q for %q (%s), want %q for %q", why.Reason, why.Field, why.Detail, c.reason, c.field)
 			}
 		})
+	}
+}
+
+// A text with control characters would do things to whatever shows it. No gateway sends one: it answers 400 to such a request.
+func TestTextsWithControlCharacters(t *testing.T) {
+	set := map[string]func(r *Report, s string){
+		"usage[0].tenant":        func(r *Report, s string) { r.Usage[0].Tenant = s },
+		"usage[0].route":         func(r *Report, s string) { r.Usage[0].Route = s },
+		"usage[0].rule":          func(r *Report, s string) { r.Usage[0].Rule = s },
+		"usage[0].layer":         func(r *Report, s string) { r.Usage[0].Layer = s },
+		"tokens[0].rule":         func(r *Report, s string) { r.Tokens[0].Rule = s },
+		"tokens[0].key":          func(r *Report, s string) { r.Tokens[0].Key = s },
+		"tokens[0].tenant":       func(r *Report, s string) { r.Tokens[0].Tenant = s },
+		"tokens[0].layer":        func(r *Report, s string) { r.Tokens[0].Layer = s },
+		"rejections[0].tenant":   func(r *Report, s string) { r.Rejections[0].Tenant = s },
+		"rejections[0].route":    func(r *Report, s string) { r.Rejections[0].Route = s },
+		"rejections[0].rule":     func(r *Report, s string) { r.Rejections[0].Rule = s },
+		"rejections[0].layer":    func(r *Report, s string) { r.Rejections[0].Layer = s },
+		"rejections[0].method":   func(r *Report, s string) { r.Rejections[0].Method = s },
+		"rejections[0].path":     func(r *Report, s string) { r.Rejections[0].Path = s },
+		"rejections[0].client":   func(r *Report, s string) { r.Rejections[0].Client = s },
+		"rejections[0].instance": func(r *Report, s string) { r.Rejections[0].Instance = s },
+	}
+	check := func(field, s string, refused bool) {
+		t.Helper()
+		r := &Report{Boot: "b", Seq: 1, Usage: []Usage{{Time: arrived, Tenant: "a", Route: "r", Rule: "x", Rejected: 1}},
+			Tokens: []Tokens{{Rule: "x", Key: "k"}}, Rejections: []Rejection{{Time: arrived, Tenant: "a", Route: "r", Rule: "x"}}}
+		set[field](r, s)
+		err := r.Validate(arrived)
+		why, ok := errors.AsType[*Refusal](err)
+		if refused != (ok && why.Reason == ReasonInvalid && why.Field == field) || !refused && err != nil {
+			t.Errorf("%s = %q: %v, want refused %t", field, s, err, refused)
+		}
+	}
+	for field := range set {
+		for _, s := range []string{"a\nb", "\x1b[2J", "a\x00", "\x7f", "\u009b31m", "a\tb"} {
+			check(field, s, true)
+		}
+		check(field, "Ünï 株 100 %|#", false)
+	}
+	for key, refused := range map[string]bool{"a%0Ab": true, "a%1b": true, "%C2%9B": true, "%FF": true, "a%7Cb%25|%23c": false, "50%": false, "%zz%C3%A9": false} {
+		check("tokens[0].key", key, refused)
 	}
 }
 

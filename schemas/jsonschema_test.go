@@ -184,6 +184,8 @@ func TestSchemaAndDecoderAgree(t *testing.T) {
 		{usage(`,"allowed":"1"`), false},
 		{usage(`,"allow":1`), false},
 		{usage(`,"rule":"` + strings.Repeat("x", 257) + `"`), false},
+		{usage(`,"rule":"a\u0000b"`), false},
+		{usage(`,"rule":"a\u009b"`), false},
 		{`{"boot":"b"}`, false},
 		{`{"boot":"b","seq":0}`, false},
 		{`{"boot":"a.b","seq":1}`, false},

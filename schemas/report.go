@@ -2,16 +2,19 @@
 package schemas
 
 import (
+	"encoding/hex"
 	"fmt"
 	"math"
+	"strings"
 	"time"
+	"unicode"
 	"unicode/utf8"
 )
 
 // Bounds of a report. What is outside goes to the dead-letter stream with its reason.
 const (
 	MaxReportBytes = 1 << 20             // a body of more is refused
-	MaxTextBytes   = 256                 // tenant, route, rule and key
+	MaxTextBytes   = 256                 // tenant, route, rule, key and other texts, which have no control characters
 	MaxCount       = math.MaxInt64 >> 10 // requests or tokens in one entry
 	MaxAhead       = 24 * time.Hour      // a timestamp may be this far after arrival
 	MaxBehind      = 366 * 24 * time.Hour
@@ -169,6 +172,9 @@ func (t *Tokens) validate(at string) error {
 	if err := validTexts(at, "rule", t.Rule, "key", t.Key, "tenant", t.Tenant, "layer", t.Layer); err != nil {
 		return err
 	}
+	if err := validTexts(at, "key", unescaped(t.Key)); err != nil { // what a gateway that is given this key reads in it
+		return err
+	}
 	return validCounts(at, "taken", t.Taken, "refused", t.Refused, "cum", t.Cum, "granted", t.Granted)
 }
 
@@ -200,9 +206,30 @@ func validTexts(at string, pairs ...string) error {
 			return invalid(at+"."+pairs[i], "has %d bytes, want at most %d", len(s), MaxTextBytes)
 		case !utf8.ValidString(s):
 			return invalid(at+"."+pairs[i], "is not valid UTF-8")
+		case strings.ContainsFunc(s, unicode.IsControl):
+			return invalid(at+"."+pairs[i], "has control characters")
 		}
 	}
 	return nil
+}
+
+// unescaped is a key with its escapes (%XX) resolved.
+func unescaped(key string) string {
+	if !strings.Contains(key, "%") {
+		return key
+	}
+	b := make([]byte, 0, len(key))
+	for i := 0; i < len(key); i++ {
+		if key[i] == '%' && i+2 < len(key) {
+			if c, err := hex.DecodeString(key[i+1 : i+3]); err == nil {
+				b = append(b, c[0])
+				i += 2
+				continue
+			}
+		}
+		b = append(b, key[i])
+	}
+	return string(b)
 }
 
 func validCounts(at string, pairs ...any) error {
