@@ -156,7 +156,8 @@ func (c *upConfig) start(cmd *cobra.Command, p *process, policy *app.Policy, sec
 	if err != nil {
 		return end, err
 	}
-	checks := []obs.Check{{Name: "aggregator", Ready: agg.Ready}, {Name: "alerter", Ready: alerter.Ready}}
+	// Gateways decide without the rest: what is behind them is shown and keeps no traffic away.
+	checks := []obs.Check{{Name: "aggregator", Ready: agg.Ready, Beside: true}, {Name: "alerter", Ready: alerter.Ready, Beside: true}}
 	for i := range c.gateways {
 		cfg := app.GatewayConfig{Name: fmt.Sprintf("gateway-%d", i+1), Addr: "127.0.0.1:0", CheckAddr: "127.0.0.1:0", Upstream: upstream,
 			Fleet: c.gateways, Data: c.servers.data}

@@ -35,13 +35,21 @@ func Version() string {
 	return "devel"
 }
 
-// Logger returns a logger of one JSON object per line. level is debug, info, warn or error.
+// Logger returns a logger of one JSON object per line, with durations as text such as 1m30s. level is debug, info, warn or error.
 func Logger(w io.Writer, level string) (*slog.Logger, error) {
 	var l slog.Level
 	if err := l.UnmarshalText([]byte(level)); err != nil {
 		return nil, fmt.Errorf("log level %q, want debug, info, warn or error", level)
 	}
-	return slog.New(slog.NewJSONHandler(w, &slog.HandlerOptions{Level: l})), nil
+	return slog.New(slog.NewJSONHandler(w, &slog.HandlerOptions{Level: l, ReplaceAttr: legible})), nil
+}
+
+// legible writes a duration as people do: the JSON handler would write nanoseconds.
+func legible(_ []string, a slog.Attr) slog.Attr {
+	if a.Value.Kind() == slog.KindDuration {
+		a.Value = slog.StringValue(a.Value.Duration().String())
+	}
+	return a
 }
 
 // Shared holds the metrics that several packages write, each its own label value.
@@ -86,8 +94,9 @@ func (s *Shared) Policy(version uint64, ok bool) {
 
 // Check is one condition of readiness. It must not touch the network.
 type Check struct {
-	Name  string
-	Ready func() error
+	Name   string
+	Ready  func() error
+	Beside bool // shown, and the process is ready without it
 }
 
 // Admin serves /livez, /readyz, /metrics and /debug/pprof.
@@ -117,18 +126,23 @@ func ready(w http.ResponseWriter, checks []Check) {
 	var lines []string
 	code := http.StatusOK
 	for _, c := range checks {
-		if err := c.Ready(); err != nil {
+		switch err := c.Ready(); {
+		case err == nil:
+			lines = append(lines, c.Name+": ok")
+		case c.Beside:
+			lines = append(lines, fmt.Sprintf("%s: degraded: %s", c.Name, oneLine(err)))
+		default:
 			code = http.StatusServiceUnavailable
-			lines = append(lines, fmt.Sprintf("%s: %v", c.Name, err))
-			continue
+			lines = append(lines, fmt.Sprintf("%s: %s", c.Name, oneLine(err)))
 		}
-		lines = append(lines, c.Name+": ok")
 	}
 	sort.Strings(lines)
 	w.Header().Set("Content-Type", "text/plain; charset=utf-8")
 	w.WriteHeader(code)
 	fmt.Fprintln(w, strings.Join(lines, "\n"))
 }
+
+func oneLine(err error) string { return strings.ReplaceAll(err.Error(), "\n", "; ") }
 
 // Addr is the address that Admin listens on.
 func (a *Admin) Addr() string { return a.ln.Addr().String() }
