@@ -34,7 +34,7 @@ lost or counted twice, or a clock that is more than 2 s off.`,
 			if err := s.resolve(); err != nil {
 				return err
 			}
-			all := app.Examine(cmd.Context(), app.Servers{NATS: s.nats, Redis: s.redis, ClickHouse: s.clickhouse}, timeout, log)
+			all := app.Examine(cmd.Context(), app.Servers{NATS: s.nats, Redis: s.redis, ClickHouse: s.clickhouse}, s.embedded, timeout, log)
 			if err := out.write(cmd.OutOrStdout(), all, func(w io.Writer) { printDiagnoses(w, all) }); err != nil {
 				return err
 			}

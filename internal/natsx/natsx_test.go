@@ -267,9 +267,21 @@ func js(t *testing.T) (context.Context, jetstream.JetStream, func() []Problem) {
 		t.Fatal(err)
 	}
 	return t.Context(), js, func() []Problem {
-		all, err := Problems(t.Context(), nc, js)
+		own, err := Problems(t.Context(), nc, js, true)
 		if err != nil {
 			t.Fatal(err)
+		}
+		all, err := Problems(t.Context(), nc, js, false)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if len(all) != len(own)+1 { // the note about sync_interval, which an embedded server needs no reminder of
+			t.Errorf("problems of an embedded server %v, of another one %v, want a note more", own, all)
+		}
+		for _, p := range all {
+			if s := p.String(); strings.Contains(s, "("+p.Trap+")") || strings.Contains(s, "any role") {
+				t.Errorf("%q names a trap, or the wrong role", s)
+			}
 		}
 		var open []Problem
 		for _, p := range all {

@@ -209,19 +209,20 @@ func bucketFaults(is jetstream.StreamConfig) []fault {
 
 // Problem is something that `weir doctor` shows.
 type Problem struct {
-	Trap  string // of FACTS: T3, T6, …
+	Trap  string // of our notes on the servers: T3, T6, …; not shown
 	Where string // server, connection, or the stream or consumer's name
 	Text  string
 	Note  bool // cannot be checked from here: for a person to look at
 }
 
-func (p Problem) String() string { return fmt.Sprintf("%s: %s (%s)", p.Where, p.Text, p.Trap) }
+func (p Problem) String() string { return p.Where + ": " + p.Text }
 
 // minServer is the first server version without known ways around permissions (FACTS 1.7), and with consumer reset.
 const minServer = "2.14.0"
 
-// Problems looks for the settings by which usage is lost, as far as a client can see them.
-func Problems(ctx context.Context, nc *nats.Conn, js jetstream.JetStream) ([]Problem, error) {
+// Problems looks for the settings by which usage is lost, as far as a client can see them. The settings of an embedded server
+// that no client sees are known to be right.
+func Problems(ctx context.Context, nc *nats.Conn, js jetstream.JetStream, embedded bool) ([]Problem, error) {
 	var all []Problem
 	if o := nc.Opts; o.MaxReconnect >= 0 || o.ReconnectedCB == nil || o.AsyncErrorCB == nil {
 		all = append(all, Problem{Trap: "T18", Where: "connection", Text: fmt.Sprintf("gives up after %d attempts to reconnect, or tells nobody", o.MaxReconnect)})
@@ -232,13 +233,15 @@ func Problems(ctx context.Context, nc *nats.Conn, js jetstream.JetStream) ([]Pro
 	if n := nc.MaxPayload(); n > 0 && n < schemas.MaxReportBytes {
 		all = append(all, Problem{Trap: "1.1", Where: "server", Text: fmt.Sprintf("max_payload is %d, want %d or more", n, schemas.MaxReportBytes)})
 	}
-	all = append(all, Problem{Trap: "T3", Where: "server", Note: true,
-		Text: "sync_interval cannot be read by a client: see that jetstream { sync_interval: always } is in the server's configuration, or a power cut loses acknowledged usage"})
+	if !embedded {
+		all = append(all, Problem{Trap: "T3", Where: "server", Note: true,
+			Text: "sync_interval cannot be read by a client: see that jetstream { sync_interval: always } is in the server's configuration, or a power cut loses acknowledged usage"})
+	}
 
 	for _, want := range (Storage{}).streams() {
 		stream, err := js.Stream(ctx, want.Name)
 		if errors.Is(err, jetstream.ErrStreamNotFound) {
-			all = append(all, Problem{Trap: "T19", Where: want.Name, Text: "does not exist yet: any role that uses it makes it"})
+			all = append(all, Problem{Trap: "T19", Where: want.Name, Text: "does not exist yet: the aggregator and the alerter make it"})
 			continue
 		}
 		if err != nil {

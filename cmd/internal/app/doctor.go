@@ -40,14 +40,15 @@ const (
 // maxOffset is the clock offset that the doctor complains about: the one that alerts.
 const maxOffset = 2 * time.Second
 
-// Examine looks at every server, one after the other, each within the timeout.
-func Examine(ctx context.Context, s Servers, timeout time.Duration, log *slog.Logger) []Diagnosis {
+// Examine looks at every server, one after the other, each within the timeout. embedded says that NATS is the server of a running
+// `weir up`.
+func Examine(ctx context.Context, s Servers, embedded bool, timeout time.Duration, log *slog.Logger) []Diagnosis {
 	all := []Diagnosis{
 		{Server: "nats", Address: conf.Redact(s.NATS)}, {Server: "redis", Address: conf.Redact(s.Redis)},
 		{Server: "clickhouse", Address: conf.Redact(s.ClickHouse)}, {Server: "aggregator"},
 	}
 	for i, look := range []func(context.Context, *Diagnosis) error{
-		func(ctx context.Context, d *Diagnosis) error { return examineNATS(ctx, s.NATS, d, log) },
+		func(ctx context.Context, d *Diagnosis) error { return examineNATS(ctx, s.NATS, embedded, d, log) },
 		func(ctx context.Context, d *Diagnosis) error { return examineRedis(ctx, s.Redis, d) },
 		func(ctx context.Context, d *Diagnosis) error { return examineClickHouse(ctx, s.ClickHouse, d, log) },
 		func(ctx context.Context, d *Diagnosis) error { return examineAggregator(ctx, s.NATS, d, log) },
@@ -82,7 +83,7 @@ func (d *Diagnosis) clock(s clock.Sample) {
 	}
 }
 
-func examineNATS(ctx context.Context, url string, d *Diagnosis, log *slog.Logger) error {
+func examineNATS(ctx context.Context, url string, embedded bool, d *Diagnosis, log *slog.Logger) error {
 	var stack run.Stack
 	defer func() { _ = stack.Stop(time.Second) }()
 	nc, err := Connect(ctx, url, "doctor", true, NewMetrics(), &stack, log)
@@ -94,7 +95,7 @@ func examineNATS(ctx context.Context, url string, d *Diagnosis, log *slog.Logger
 	if err != nil {
 		return fmt.Errorf("open JetStream: %w", err)
 	}
-	problems, err := natsx.Problems(ctx, nc, js)
+	problems, err := natsx.Problems(ctx, nc, js, embedded)
 	for _, p := range problems {
 		if p.Note {
 			d.Notes = append(d.Notes, p.String())
