@@ -165,6 +165,7 @@ type Reporter struct {
 	allAt      time.Time
 	flushedAt  time.Time
 	wasMerging int
+	late       bool // a flush waits for the spool; Run's alone
 	full       bool // the spool was, at the last seal
 	refusedAt  time.Time
 }
@@ -252,6 +253,9 @@ func (r *Reporter) Run(ctx context.Context) error {
 			r.flush(false)
 		case <-r.shrunk:
 			r.seal()
+			if r.late {
+				r.flush(false)
+			}
 		}
 	}
 
@@ -289,6 +293,11 @@ func (r *Reporter) Run(ctx context.Context) error {
 func (r *Reporter) flush(everything bool) {
 	now := time.Now()
 	all := everything || now.Sub(r.allAt) >= r.cfg.AllEvery
+	if waiting, _ := r.spool.Len(); waiting > 0 && !all && now.Sub(r.usageAt) < r.cfg.UsageEvery {
+		r.late = true // hot buckets go out with their newest figures when the way is free, not behind older ones
+		return
+	}
+	r.late = false
 	r.buckets.Collect(r.cfg.Clock(), all, r.pending.addTokens)
 	if all {
 		r.allAt = now

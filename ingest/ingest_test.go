@@ -842,8 +842,8 @@ func TestBucketsMergeWhileReportsWait(t *testing.T) {
 			buckets.put(true, schemas.Tokens{Rule: "c", Key: "a", Cum: uint64(i + 1), Taken: 1})
 			time.Sleep(time.Second)
 		}
-		if n, requests := r.Pending(); requests != 60 || n < 60 || n > 65 {
-			t.Errorf("Pending() = %d, %d, want a report for each second and 60", n, requests)
+		if n, requests := r.Pending(); requests != 60 || n < 40 || n > 65 { // two seconds may share one: what is hot does not go out behind other reports
+			t.Errorf("Pending() = %d, %d, want about a report for each second and 60", n, requests)
 		}
 		far.setAway(false)
 		if err := stop(); err != nil {

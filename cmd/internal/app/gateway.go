@@ -52,6 +52,10 @@ type Gateway struct {
 	reporter *ingest.Reporter
 }
 
+// publishTimeout is how long one attempt to store a report may take. The centre divides limits by reports: one that was lost on the
+// way is not to hold up the next for long.
+const publishTimeout = 300 * time.Millisecond
+
 // NewGateway starts a gateway on the stack, over a connection that outlives it there.
 func NewGateway(cfg GatewayConfig, policy *Policy, nc *nats.Conn, m *Metrics, stack *run.Stack, log *slog.Logger) (*Gateway, error) {
 	if err := schemas.ValidName(cfg.Name); err != nil {
@@ -75,7 +79,8 @@ func NewGateway(cfg GatewayConfig, policy *Policy, nc *nats.Conn, m *Metrics, st
 	if err != nil {
 		return nil, err
 	}
-	counting := ingest.Config{PolicyVersion: policy.Version, Clock: cfg.Clock, MaxPayload: nc.MaxPayload}
+	counting := ingest.Config{PolicyVersion: policy.Version, Clock: cfg.Clock, MaxPayload: nc.MaxPayload,
+		PublishTimeout: publishTimeout}
 	if cfg.Data != "" {
 		kept, err := spool.Open(spool.Config{MaxBytes: cfg.SpoolMax}, filepath.Join(cfg.Data, "gateways", cfg.Name, "spool"), cfg.Name, g.Boot, log, m.spool)
 		switch {
