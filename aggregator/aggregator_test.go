@@ -92,7 +92,11 @@ type world struct {
 
 func newWorld(t *testing.T, cfg aggregator.Config) *world {
 	w := &world{t: t, cfg: cfg, counter: aggregatortest.NewMemory(), casts: &casts{last: map[string]schemas.Share{}}, seq: map[string]uint64{}, cum: map[string]uint64{}, granted: map[string]uint64{}}
-	w.cfg.OnPush = func(p []aggregator.PushedShare) { w.history = append(w.history, p...) }
+	w.cfg.OnPush = func(p []aggregator.PushedShare) {
+		w.casts.mu.Lock()
+		defer w.casts.mu.Unlock()
+		w.history = append(w.history, p...)
+	}
 	w.start()
 	return w
 }
@@ -592,16 +596,18 @@ func TestKeyComesToRest(t *testing.T) {
 // TestRestAfterRestart: shares that were handed out before a restart come to rest without another report.
 func TestRestAfterRestart(t *testing.T) {
 	bubble(t, aggregator.Config{}, func(w *world) {
-		defer w.alive("g1", "g2")()
+		die := w.alive("g1", "g2")
 		stop := w.run()
 		time.Sleep(2500 * time.Millisecond)
 		w.handle(w.report("g1", w.steady("g1", "acme", limit100, 5, 1995)))
 		w.expect("g1 99.2/59 demand, g2 0.8/1 newcomer")
 		time.Sleep(3 * time.Second) // a digest marks it as live
 		stop()
+		die()
 		w.start()
 		w.beat("g1", "g2")
 		defer w.run()()
+		defer w.alive("g1", "g2")()
 		time.Sleep(15 * time.Second)
 		some := w.casts.take(false)
 		if got := show(some[len(some)-2:]); strings.Count(got, "50.0/30") != 2 {
