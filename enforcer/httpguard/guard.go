@@ -52,6 +52,7 @@ type Metrics struct {
 	Decisions *prometheus.CounterVec   // layer, rule, decision: allowed, refused, shadow (would have been refused), invalid
 	Seconds   prometheus.Observer      // of a decision, sampled
 	Remaining *prometheus.HistogramVec // rule: what is left of the burst after a decision, sampled
+	Upstream  *prometheus.CounterVec   // reason: refused, timeout, reset, other
 }
 
 // sampleEvery is how many requests share one observation of a histogram.
@@ -71,7 +72,12 @@ func NewMetrics(reg prometheus.Registerer) *Metrics {
 			Help:    "What is left of a rule's burst after a decision, of one request in 16.",
 			Buckets: []float64{0, .01, .05, .1, .25, .5, .75, .9, 1}}, []string{"rule"}),
 	}
-	reg.MustRegister(m.Decisions, seconds, m.Remaining)
+	m.Upstream = prometheus.NewCounterVec(prometheus.CounterOpts{Name: "weir_upstream_errors_total",
+		Help: "Admitted requests that the service behind the gateway did not answer. They stay counted as admitted."}, []string{"reason"})
+	for _, reason := range []string{failedRefused, failedTimeout, failedReset, failedOther} {
+		m.Upstream.WithLabelValues(reason)
+	}
+	reg.MustRegister(m.Decisions, seconds, m.Remaining, m.Upstream)
 	return m
 }
 

@@ -2,13 +2,17 @@ package httpguard
 
 import (
 	"errors"
+	"io"
 	"log/slog"
 	"net"
 	"net/http"
 	"net/http/httputil"
 	"net/url"
 	"sync"
+	"syscall"
 	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
 
 	"github.com/weirhq/weir/limits"
 )
@@ -18,12 +22,14 @@ type ProxyConfig struct {
 	DialTimeout   time.Duration // to connect, TLS included (5s)
 	HeaderTimeout time.Duration // from the end of the request to the head of the answer (60s)
 	IdleConns     int           // kept open to the upstream (512)
+	LogEvery      time.Duration // failures of the upstream are told at once, then summarised this often (1m)
+	Metrics       *Metrics      // where they are counted; may be nil
 }
 
 // Proxy hands requests to upstream and streams bodies both ways, upgraded connections too. The Host header and the path are
 // the caller's, below the path of upstream. X-Forwarded-For, -Host and -Proto are kept and continued when they come from a
 // trusted proxy, and begun anew otherwise. An upstream that cannot be reached is a 502, one that does not answer in time a
-// 504, both as a problem body; the request stays counted, since it was admitted.
+// 504, both as a problem body, counted in Metrics and logged; the request stays counted, since it was admitted.
 func Proxy(upstream *url.URL, cfg ProxyConfig, policy func() *limits.Policy, log *slog.Logger) http.Handler {
 	if cfg.DialTimeout == 0 {
 		cfg.DialTimeout = 5 * time.Second
@@ -34,6 +40,13 @@ func Proxy(upstream *url.URL, cfg ProxyConfig, policy func() *limits.Policy, log
 	if cfg.IdleConns == 0 {
 		cfg.IdleConns = 512
 	}
+	if cfg.LogEvery == 0 {
+		cfg.LogEvery = time.Minute
+	}
+	if cfg.Metrics == nil {
+		cfg.Metrics = NewMetrics(prometheus.NewRegistry())
+	}
+	failures := &failures{upstream: upstream.Redacted(), every: cfg.LogEvery, log: log, errors: cfg.Metrics.Upstream}
 	dialer := &net.Dialer{Timeout: cfg.DialTimeout}
 	proxy := &httputil.ReverseProxy{
 		Rewrite: func(r *httputil.ProxyRequest) {
@@ -54,7 +67,7 @@ func Proxy(upstream *url.URL, cfg ProxyConfig, policy func() *limits.Policy, log
 		},
 		BufferPool:   &buffers{},
 		ErrorLog:     slog.NewLogLogger(log.Handler(), slog.LevelDebug),
-		ErrorHandler: func(w http.ResponseWriter, r *http.Request, err error) { proxyError(w, r, err, log) },
+		ErrorHandler: func(w http.ResponseWriter, r *http.Request, err error) { proxyError(w, r, err, failures) },
 	}
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		h := w.Header()
@@ -96,18 +109,85 @@ func forward(r *httputil.ProxyRequest, p *limits.Policy) {
 	}
 }
 
-func proxyError(w http.ResponseWriter, r *http.Request, err error, log *slog.Logger) {
+func proxyError(w http.ResponseWriter, r *http.Request, err error, failures *failures) {
 	p := &problem{Type: "about:blank", Title: "Bad Gateway", Status: http.StatusBadGateway,
 		Detail: "The service behind this gateway cannot be reached.", Instance: newInstance()}
-	if bodyStopped(r) {
+	switch {
+	case bodyStopped(r):
 		p.Title, p.Status, p.Detail = "Request Timeout", http.StatusRequestTimeout, "The body of this request did not arrive."
-	} else if r.Context().Err() != nil {
+	case r.Context().Err() != nil:
 		panic(http.ErrAbortHandler) // the caller has gone: nobody is there to be answered
-	} else if e, ok := errors.AsType[net.Error](err); ok && e.Timeout() {
-		p.Title, p.Status, p.Detail = "Gateway Timeout", http.StatusGatewayTimeout, "The service behind this gateway did not answer in time."
+	default:
+		if failures.note(err) == failedTimeout {
+			p.Title, p.Status, p.Detail = "Gateway Timeout", http.StatusGatewayTimeout, "The service behind this gateway did not answer in time."
+		}
 	}
-	log.Debug("request not proxied", "status", p.Status, "instance", p.Instance, "err", err)
+	failures.log.Debug("request not proxied", "status", p.Status, "instance", p.Instance, "err", err)
 	writeProblem(w, r, p.Status, p)
+}
+
+// Reasons why an upstream gave no answer.
+const (
+	failedRefused = "refused" // nobody listens there
+	failedTimeout = "timeout"
+	failedReset   = "reset" // it ended the connection
+	failedOther   = "other"
+)
+
+func failure(err error) string {
+	if e, ok := errors.AsType[net.Error](err); ok && e.Timeout() {
+		return failedTimeout
+	}
+	switch {
+	case errors.Is(err, syscall.ECONNREFUSED):
+		return failedRefused
+	case errors.Is(err, syscall.ECONNRESET), errors.Is(err, syscall.EPIPE), errors.Is(err, io.EOF), errors.Is(err, io.ErrUnexpectedEOF):
+		return failedReset
+	}
+	return failedOther
+}
+
+// failures tells of requests that the upstream did not answer: the first one at once, then how many there were every so often.
+type failures struct {
+	upstream string
+	every    time.Duration
+	log      *slog.Logger
+	errors   *prometheus.CounterVec
+
+	mu     sync.Mutex // all below
+	quiet  bool       // one was told lately
+	untold int
+	last   error // of those
+}
+
+// note counts a failure and returns its reason.
+func (f *failures) note(err error) string {
+	reason := failure(err)
+	f.errors.WithLabelValues(reason).Inc()
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.untold++
+	f.last = err
+	if !f.quiet {
+		f.quiet = true
+		f.log.Error("the upstream does not answer", "upstream", f.upstream, "reason", reason, "err", err)
+		f.untold = 0
+		time.AfterFunc(f.every, f.summarise)
+	}
+	return reason
+}
+
+// summarise tells what came since, and comes again until nothing did.
+func (f *failures) summarise() {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.untold == 0 {
+		f.quiet = false
+		return
+	}
+	f.log.Error("the upstream does not answer", "upstream", f.upstream, "requests", f.untold, "for", f.every, "reason", failure(f.last), "err", f.last)
+	f.untold = 0
+	time.AfterFunc(f.every, f.summarise)
 }
 
 // buffers lends the proxy its copy buffers.

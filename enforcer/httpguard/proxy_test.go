@@ -16,8 +16,13 @@ import (
 	"strings"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"testing"
+	"testing/synctest"
 	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/testutil"
 )
 
 var quiet = slog.New(slog.DiscardHandler)
@@ -167,6 +172,71 @@ func TestAnUpstreamThatHangsIsA504(t *testing.T) {
 	if p := problemOf(t, got.body); got.status != 504 || p.Status != 504 {
 		t.Errorf("%+v, want 504 as a problem", got)
 	}
+}
+
+func TestUpstreamFailuresAreCountedByReason(t *testing.T) {
+	hangUp := serve(t, &http.Server{Handler: http.HandlerFunc(func(http.ResponseWriter, *http.Request) { panic(http.ErrAbortHandler) })})
+	ln, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	nobody := "http://" + ln.Addr().String()
+	if err := ln.Close(); err != nil {
+		t.Fatal(err)
+	}
+	hold := make(chan struct{})
+	hang := serve(t, &http.Server{Handler: http.HandlerFunc(func(http.ResponseWriter, *http.Request) { <-hold })})
+	defer close(hold)
+	for reason, upstream := range map[string]string{"refused": nobody, "reset": hangUp, "timeout": hang, "other": "gopher://127.0.0.1:1"} {
+		m := NewMetrics(prometheus.NewRegistry())
+		_, at := gateway(t, "", upstream, ProxyConfig{HeaderTimeout: 50 * time.Millisecond, Metrics: m})
+		for range 2 {
+			if got := send(t, request(t, "POST", at+"/x", nil)); got.status != 502 && got.status != 504 {
+				t.Errorf("%s: status %d, want 502 or 504", reason, got.status)
+			}
+		}
+		for _, r := range []string{"refused", "timeout", "reset", "other"} {
+			if n, want := testutil.ToFloat64(m.Upstream.WithLabelValues(r)), map[bool]float64{true: 2}[r == reason]; n != want {
+				t.Errorf("%s: weir_upstream_errors_total{reason=%q} = %v, want %v", reason, r, n, want)
+			}
+		}
+	}
+}
+
+// The first failure is told at once, those that follow once a minute with their number, and nothing when there are none.
+func TestUpstreamFailuresAreToldOnceThenSummarised(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var out bytes.Buffer
+		f := &failures{upstream: "http://u", every: time.Minute, log: slog.New(slog.NewTextHandler(&out, nil)), errors: NewMetrics(prometheus.NewRegistry()).Upstream}
+		told := func() string {
+			f.mu.Lock()
+			defer f.mu.Unlock()
+			defer out.Reset()
+			return out.String()
+		}
+		for range 1000 {
+			f.note(syscall.ECONNREFUSED)
+		}
+		if s := told(); strings.Count(s, "\n") != 1 || !strings.Contains(s, "level=ERROR") || !strings.Contains(s, "refused") {
+			t.Errorf("told %q at first, want one line", s)
+		}
+		time.Sleep(time.Minute + 1)
+		synctest.Wait()
+		if s := told(); strings.Count(s, "\n") != 1 || !strings.Contains(s, "requests=999") {
+			t.Errorf("told %q after a minute, want 999 requests", s)
+		}
+		time.Sleep(time.Minute)
+		synctest.Wait()
+		if s := told(); s != "" {
+			t.Errorf("told %q though nothing failed", s)
+		}
+		f.note(syscall.ECONNREFUSED)
+		if s := told(); strings.Count(s, "\n") != 1 {
+			t.Errorf("told %q of the next failure, want one line at once", s)
+		}
+		time.Sleep(2 * time.Minute)
+		synctest.Wait()
+	})
 }
 
 func TestAStreamArrivesPieceByPiece(t *testing.T) {

@@ -115,7 +115,7 @@ func NewGateway(cfg GatewayConfig, policy *Policy, nc *nats.Conn, m *Metrics, st
 	stack.Go("reports of "+cfg.Name, g.reporter.Run)
 	stack.Go("throttle feed of "+cfg.Name, feed.Run)
 	if cfg.Addr != "" {
-		proxy := httpguard.Proxy(cfg.Upstream, httpguard.ProxyConfig{}, policy.Current, log)
+		proxy := httpguard.Proxy(cfg.Upstream, httpguard.ProxyConfig{Metrics: m.guard}, policy.Current, log)
 		if g.Addr, err = listen("gateway "+cfg.Name, cfg.Addr, g.Guard.Wrap(proxy), stack, log); err != nil {
 			return nil, err
 		}
