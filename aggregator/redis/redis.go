@@ -373,8 +373,11 @@ func (c *Counter) Take(ctx context.Context, takes []aggregator.Take) ([]aggregat
 	taken := make([]aggregator.Taken, len(takes))
 	for i, cmd := range cmds {
 		v, err := cmd.Int64Slice()
-		if err != nil || len(v) != 3 {
-			return nil, fmt.Errorf("take of %s %q: script returned %v, %v", takes[i].Key.Rule, takes[i].Key.Key, v, err)
+		if err != nil {
+			return nil, fmt.Errorf("take of %s %q: %w", takes[i].Key.Rule, takes[i].Key.Key, err)
+		}
+		if len(v) != 3 {
+			return nil, fmt.Errorf("take of %s %q: script returned %v", takes[i].Key.Rule, takes[i].Key.Key, v)
 		}
 		taken[i] = aggregator.Taken{OK: v[0] == 1, LevelMicros: v[1], Wait: time.Duration(v[2]) * time.Microsecond}
 	}
