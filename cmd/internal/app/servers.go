@@ -15,11 +15,12 @@ import (
 // Servers are the addresses of the three servers.
 type Servers struct{ NATS, Redis, ClickHouse string }
 
-// Embed starts an embedded server for each address that is empty, with its state under data. They stop with the stack.
+// Embed starts an embedded server for each address that is empty, with its state under data. They stop with the stack; a child that
+// dies before that is started again.
 // ClickHouse goes first: it is the one that notices when another process has the folder.
 func Embed(s Servers, data string, stack *run.Stack, log *slog.Logger) (Servers, error) {
 	if s.ClickHouse == "" {
-		srv, err := clickhouse.Start(clickhouse.Config{Dir: filepath.Join(data, "clickhouse"), Database: "weir"}, log)
+		srv, err := clickhouse.Start(clickhouse.Config{Dir: filepath.Join(data, "clickhouse"), Database: "weir", Supervise: true}, log)
 		if err != nil {
 			return s, fmt.Errorf("start embedded ClickHouse: %w", err)
 		}
@@ -35,7 +36,7 @@ func Embed(s Servers, data string, stack *run.Stack, log *slog.Logger) (Servers,
 		s.NATS = srv.URL()
 	}
 	if s.Redis == "" {
-		srv, err := redis.Start(redis.Config{Dir: filepath.Join(data, "redis"), AppendOnly: true}, log)
+		srv, err := redis.Start(redis.Config{Dir: filepath.Join(data, "redis"), AppendOnly: true, Supervise: true}, log)
 		if err != nil {
 			return s, fmt.Errorf("start embedded Redis: %w", err)
 		}

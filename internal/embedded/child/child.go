@@ -3,6 +3,7 @@ package child
 
 import (
 	"bufio"
+	"errors"
 	"fmt"
 	"io"
 	"os/exec"
@@ -70,7 +71,7 @@ func (p *Process) Failure() error {
 	<-p.done
 	err := p.err
 	if err == nil {
-		err = fmt.Errorf("ended at once")
+		err = errors.New("exit status 0")
 	}
 	if said := p.output.String(); said != "" {
 		return fmt.Errorf("%w: %s", err, said)

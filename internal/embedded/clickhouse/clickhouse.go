@@ -24,7 +24,6 @@ import (
 	"path/filepath"
 	"strconv"
 	"strings"
-	"sync"
 	"syscall"
 	"time"
 
@@ -38,6 +37,8 @@ type Config struct {
 	Database string // made by Start when missing, and part of URL; "" makes none
 	User     string // who may come in, if there is a Password ("default")
 	Password string // "" lets everybody in
+
+	Supervise bool // a child that dies by itself is started again, and that is logged
 }
 
 const (
@@ -52,15 +53,13 @@ const (
 // childConfig is what the parent tells the child.
 type childConfig struct{ Library, Dir, User, Password string }
 
-// Server is a running ClickHouse. Its methods may be called from any goroutine.
+// Server is a running ClickHouse. Its methods may be called from any goroutine. Stop lets running statements end, and flushes.
 type Server struct {
+	*child.Server
 	cfg     Config
 	log     *slog.Logger
 	library string
 	addr    string
-
-	mu      sync.Mutex // guards process
-	process *child.Process
 }
 
 // Start runs a server and returns once it answers. The engine is found as Library says. What the child prints goes to log.
@@ -82,36 +81,36 @@ func Start(cfg Config, log *slog.Logger) (*Server, error) {
 		return nil, fmt.Errorf("embedded ClickHouse: %w", err)
 	}
 	s := &Server{cfg: cfg, log: log, library: library, addr: net.JoinHostPort("127.0.0.1", strconv.Itoa(cfg.Port))}
-	if err := s.start(); err != nil {
+	if s.Server, err = child.Serve(child.Config{Name: "embedded ClickHouse", Grace: stopGrace, Supervise: cfg.Supervise}, s.start, log); err != nil {
 		return nil, err
 	}
-	log.Info("clickhouse: running the embedded engine", "addr", s.addr, "pid", s.process.PID())
+	log.Info("clickhouse: running the embedded engine", "addr", s.addr, "pid", s.PID())
 	return s, nil
 }
 
 // URL is http://127.0.0.1:port/database, without credentials.
 func (s *Server) URL() string { return "http://" + s.addr + "/" + s.cfg.Database }
 
-// start runs the child on s.addr. mu is held, or s not yet shared.
-func (s *Server) start() error {
+// start runs the child on s.addr, and returns once it answers.
+func (s *Server) start() (*child.Process, error) {
 	l, err := net.Listen("tcp", s.addr)
 	if err != nil {
-		return fmt.Errorf("embedded ClickHouse: %w", err)
+		return nil, fmt.Errorf("embedded ClickHouse: %w", err)
 	}
 	defer func() { _ = l.Close() }() // the child has its own; while it is down, connections are refused
 	s.addr = l.Addr().String()
 	file, err := l.(*net.TCPListener).File()
 	if err != nil {
-		return fmt.Errorf("embedded ClickHouse: %w", err)
+		return nil, fmt.Errorf("embedded ClickHouse: %w", err)
 	}
 	defer func() { _ = file.Close() }()
 	conf, err := json.Marshal(childConfig{Library: s.library, Dir: s.cfg.Dir, User: s.cfg.User, Password: s.cfg.Password})
 	if err != nil {
-		return err
+		return nil, err
 	}
 	self, err := os.Executable()
 	if err != nil {
-		return fmt.Errorf("embedded ClickHouse: %w", err)
+		return nil, fmt.Errorf("embedded ClickHouse: %w", err)
 	}
 	cmd := exec.Command(self)
 	cmd.Args[0] = "weir-clickhouse"
@@ -119,14 +118,13 @@ func (s *Server) start() error {
 	cmd.ExtraFiles = []*os.File{file}
 	p, err := child.Start(cmd, func(line string) { s.log.Warn("clickhouse: " + line) })
 	if err != nil {
-		return fmt.Errorf("embedded ClickHouse: %w", err)
+		return nil, fmt.Errorf("embedded ClickHouse: %w", err)
 	}
 	if err := s.await(p); err != nil {
-		return errors.Join(fmt.Errorf("embedded ClickHouse on %s: %w", s.addr, err), p.Kill())
+		return nil, errors.Join(fmt.Errorf("embedded ClickHouse on %s: %w", s.addr, err), p.Kill())
 	}
 	p.Ready()
-	s.process = p
-	return nil
+	return p, nil
 }
 
 // await returns when the child answers and the database is there.
@@ -174,53 +172,6 @@ func (s *Server) post(ctx context.Context, sql string) error {
 		return errors.Join(fmt.Errorf("%s: %s", res.Status, strings.TrimSpace(string(text))), err)
 	}
 	return nil
-}
-
-// Stop lets running statements end, flushes, and ends the server. It may be called twice.
-func (s *Server) Stop() error {
-	return s.end(func(p *child.Process) error { return p.Stop(stopGrace) })
-}
-
-// Kill ends the server as a crash would (SIGKILL). What was acknowledged is there after a Restart.
-func (s *Server) Kill() error { return s.end((*child.Process).Kill) }
-
-func (s *Server) end(how func(*child.Process) error) error {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.process == nil {
-		return nil
-	}
-	p := s.process
-	s.process = nil
-	if err := how(p); err != nil {
-		return fmt.Errorf("end embedded ClickHouse: %w", err)
-	}
-	return nil
-}
-
-// Pause freezes the server (SIGSTOP): connections stay open and nothing is answered until Resume.
-func (s *Server) Pause() error { return s.signal(syscall.SIGSTOP) }
-
-// Resume ends a Pause.
-func (s *Server) Resume() error { return s.signal(syscall.SIGCONT) }
-
-func (s *Server) signal(sig syscall.Signal) error {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.process == nil {
-		return errors.New("embedded ClickHouse is not running")
-	}
-	return s.process.Signal(sig)
-}
-
-// Restart runs the server again on the same address and data, after Kill or Stop or instead of them.
-func (s *Server) Restart() error {
-	if err := s.Stop(); err != nil {
-		return err
-	}
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.start()
 }
 
 func init() {

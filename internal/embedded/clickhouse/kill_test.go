@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"sync"
+	"syscall"
 	"testing"
 	"time"
 )
@@ -49,5 +50,23 @@ func TestKilledInMidInsert(t *testing.T) {
 	t.Logf("%d kills", n)
 	if got := number(t, conn, "SELECT count() FROM usage"); got != batches*size {
 		t.Fatalf("rows = %d after %d kills, want %d", got, n, batches*size)
+	}
+}
+
+// Under supervision a server that was killed from outside comes back by itself, on the same address and with its data.
+func TestSupervisedServerComesBack(t *testing.T) {
+	s := start(t, Config{Database: "weir", Supervise: true})
+	conn := open(t, s)
+	run(t, conn, "CREATE TABLE x (n UInt64) ENGINE = MergeTree ORDER BY n")
+	run(t, conn, "INSERT INTO x VALUES (7)")
+	old := s.PID()
+	if err := syscall.Kill(old, syscall.SIGKILL); err != nil {
+		t.Fatal(err)
+	}
+	for s.PID() == old {
+		time.Sleep(10 * time.Millisecond)
+	}
+	if n := number(t, conn, "SELECT sum(n) FROM x"); n != 7 {
+		t.Errorf("sum = %d after the death, want 7", n)
 	}
 }

@@ -11,11 +11,7 @@ import (
 	"os/exec"
 	"strconv"
 	"strings"
-	"sync"
-	"syscall"
 	"time"
-
-	"github.com/alicebob/miniredis/v2"
 
 	"github.com/weirhq/weir/internal/embedded/child"
 )
@@ -27,6 +23,7 @@ type Config struct {
 	Password   string // "" lets everybody in
 	AppendOnly bool   // keep the data over a restart; without it every start is empty
 	Real       bool   // a missing redis-server is an error, not a reason for miniredis (tests)
+	Supervise  bool   // a child that dies by itself is started again, and that is logged
 }
 
 const (
@@ -39,15 +36,25 @@ var ErrNotReal = errors.New("embedded Redis is miniredis: install redis-server")
 
 // Server is a running Redis. Its methods may be called from any goroutine.
 type Server struct {
+	backend
 	cfg  Config
 	log  *slog.Logger
 	path string // of redis-server; "" means miniredis
 	addr string
+}
 
-	mu      sync.Mutex // guards what follows
-	process *child.Process
-	mini    *miniredis.Miniredis
-	ticking chan struct{} // closed to stop miniredis' clock
+// backend is a redis-server child, or miniredis.
+type backend interface {
+	// Stop ends the server; what AppendOnly keeps is on disk. It may be called twice.
+	Stop() error
+	// Kill ends the server as a crash would (SIGKILL).
+	Kill() error
+	// Pause freezes the server (SIGSTOP): connections stay open and nothing is answered until Resume.
+	Pause() error
+	// Resume ends a Pause.
+	Resume() error
+	// Restart runs the server again on the same address, after Kill or Stop or instead of them.
+	Restart() error
 }
 
 // Start runs a server and returns once it answers PING. Evictions are off (maxmemory-policy noeviction): a full Redis
@@ -70,14 +77,19 @@ func Start(cfg Config, log *slog.Logger) (*Server, error) {
 	if s.addr, err = freeAddr(cfg.Port); err != nil {
 		return nil, fmt.Errorf("embedded Redis: %w", err)
 	}
-	if err := s.start(); err != nil {
+	if s.path == "" {
+		if s.backend, err = startMini(s.addr, cfg.Password); err != nil {
+			return nil, err
+		}
+		log.Warn("redis: no redis-server on PATH, running miniredis: nothing is kept over a restart", "addr", s.addr)
+		return s, nil
+	}
+	real, err := child.Serve(child.Config{Name: "embedded Redis", Grace: stopGrace, Supervise: cfg.Supervise}, s.start, log)
+	if err != nil {
 		return nil, err
 	}
-	if s.path == "" {
-		log.Warn("redis: no redis-server on PATH, running miniredis: nothing is kept over a restart", "addr", s.addr)
-	} else {
-		log.Info("redis: running redis-server", "path", s.path, "addr", s.addr, "pid", s.process.PID())
-	}
+	s.backend = real
+	log.Info("redis: running redis-server", "path", s.path, "addr", s.addr, "pid", real.PID())
 	return s, nil
 }
 
@@ -97,14 +109,11 @@ func (s *Server) URL() string { return "redis://" + s.addr }
 // IsReal tells a redis-server child from miniredis.
 func (s *Server) IsReal() bool { return s.path != "" }
 
-// start runs the server on s.addr. mu is held, or s not yet shared.
-func (s *Server) start() error {
-	if s.path == "" {
-		return s.startMini()
-	}
+// start runs redis-server on s.addr, and returns once it answers.
+func (s *Server) start() (*child.Process, error) {
 	_, port, err := net.SplitHostPort(s.addr)
 	if err != nil {
-		return err
+		return nil, err
 	}
 	appendOnly := "no"
 	if s.cfg.AppendOnly {
@@ -121,21 +130,20 @@ func (s *Server) start() error {
 	}
 	p, err := child.Start(cmd, func(line string) { s.log.Warn("redis: " + line) })
 	if err != nil {
-		return fmt.Errorf("embedded Redis: %w", err)
+		return nil, fmt.Errorf("embedded Redis: %w", err)
 	}
 	for deadline := time.Now().Add(startTimeout); !answers(s.addr); {
 		select {
 		case <-p.Done():
-			return fmt.Errorf("embedded Redis on %s: %w", s.addr, p.Failure())
+			return nil, fmt.Errorf("embedded Redis on %s: %w", s.addr, p.Failure())
 		case <-time.After(5 * time.Millisecond):
 		}
 		if time.Now().After(deadline) {
-			return errors.Join(fmt.Errorf("embedded Redis on %s: no answer after %s", s.addr, startTimeout), p.Kill())
+			return nil, errors.Join(fmt.Errorf("embedded Redis on %s: no answer after %s", s.addr, startTimeout), p.Kill())
 		}
 	}
 	p.Ready()
-	s.process = p
-	return nil
+	return p, nil
 }
 
 // answers tells whether a Redis that has loaded its data answers at addr. One that asks for a password has.
@@ -153,81 +161,4 @@ func answers(addr string) bool {
 	}
 	line, err := bufio.NewReader(conn).ReadString('\n')
 	return err == nil && (strings.HasPrefix(line, "+PONG") || strings.HasPrefix(line, "-NOAUTH"))
-}
-
-func (s *Server) startMini() error {
-	m := miniredis.NewMiniRedis()
-	if s.cfg.Password != "" {
-		m.RequireAuth(s.cfg.Password)
-	}
-	if err := m.StartAddr(s.addr); err != nil {
-		return fmt.Errorf("embedded Redis on %s: %w", s.addr, err)
-	}
-	s.mini, s.ticking = m, make(chan struct{})
-	go func(done <-chan struct{}) { // miniredis expires keys only when it is told that time has passed
-		tick := time.NewTicker(100 * time.Millisecond)
-		defer tick.Stop()
-		for last := time.Now(); ; {
-			select {
-			case now := <-tick.C:
-				m.FastForward(now.Sub(last))
-				last = now
-			case <-done:
-				return
-			}
-		}
-	}(s.ticking)
-	return nil
-}
-
-// Stop ends the server; what AppendOnly keeps is on disk. It may be called twice.
-func (s *Server) Stop() error {
-	return s.end(func(p *child.Process) error { return p.Stop(stopGrace) })
-}
-
-// Kill ends the server as a crash would (SIGKILL).
-func (s *Server) Kill() error { return s.end((*child.Process).Kill) }
-
-func (s *Server) end(how func(*child.Process) error) error {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.mini != nil {
-		close(s.ticking)
-		s.mini.Close()
-		s.mini = nil
-	}
-	if s.process == nil {
-		return nil
-	}
-	p := s.process
-	s.process = nil
-	if err := how(p); err != nil {
-		return fmt.Errorf("end embedded Redis: %w", err)
-	}
-	return nil
-}
-
-// Pause freezes the server (SIGSTOP): connections stay open and nothing is answered until Resume.
-func (s *Server) Pause() error { return s.signal(syscall.SIGSTOP) }
-
-// Resume ends a Pause.
-func (s *Server) Resume() error { return s.signal(syscall.SIGCONT) }
-
-func (s *Server) signal(sig syscall.Signal) error {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.process == nil {
-		return ErrNotReal
-	}
-	return s.process.Signal(sig)
-}
-
-// Restart runs the server again on the same address, after Kill or Stop or instead of them.
-func (s *Server) Restart() error {
-	if err := s.Stop(); err != nil {
-		return err
-	}
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.start()
 }

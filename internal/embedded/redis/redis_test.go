@@ -8,10 +8,13 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
 	"github.com/redis/go-redis/v9"
+
+	"github.com/weirhq/weir/internal/embedded/child"
 )
 
 func start(t *testing.T, cfg Config) *Server {
@@ -68,6 +71,28 @@ func TestCrashKeepsWhatAppendOnlyPromises(t *testing.T) {
 		if got, err := client(t, s, "").Get(ctx, "k").Result(); got != tt.want || err != nil && !errors.Is(err, redis.Nil) {
 			t.Fatalf("AppendOnly %v: Get = %q, %v after a crash, want %q", tt.keep, got, err, tt.want)
 		}
+	}
+}
+
+// Under supervision a server that was killed from outside comes back by itself, on the same address and with its data.
+func TestSupervisedServerComesBack(t *testing.T) {
+	ctx := context.Background()
+	s := start(t, Config{Real: true, AppendOnly: true, Supervise: true})
+	c := client(t, s, "")
+	if err := c.Set(ctx, "k", "1", 0).Err(); err != nil {
+		t.Fatal(err)
+	}
+	if err := syscall.Kill(s.backend.(*child.Server).PID(), syscall.SIGKILL); err != nil {
+		t.Fatal(err)
+	}
+	for c.Ping(ctx).Err() == nil { // until it is gone
+		time.Sleep(time.Millisecond)
+	}
+	for c.Ping(ctx).Err() != nil {
+		time.Sleep(10 * time.Millisecond)
+	}
+	if got, err := c.Get(ctx, "k").Result(); got != "1" {
+		t.Errorf("Get = %q, %v after the death, want 1", got, err)
 	}
 }
 
