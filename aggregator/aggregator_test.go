@@ -263,13 +263,13 @@ func TestColdKeysCostNoMessage(t *testing.T) {
 	})
 }
 
-// TestWhatIsNotShared: guard, shadow, unlimited and deny-all are not for the centre.
+// TestWhatIsNotShared: shadow, local, unlimited and deny-all are not for the centre.
 func TestWhatIsNotShared(t *testing.T) {
 	bubble(t, noLearning, func(w *world) {
 		w.beat("g1", "g2")
 		var tokens []schemas.Tokens
 		for i, change := range []func(*schemas.Tokens){
-			func(t *schemas.Tokens) { t.Layer = "guard" }, func(t *schemas.Tokens) { t.Mode = "shadow" },
+			func(t *schemas.Tokens) { t.Mode = "shadow" }, func(t *schemas.Tokens) { t.Consistency = "local" },
 			func(t *schemas.Tokens) { t.LimitRateNanos = -1 }, func(t *schemas.Tokens) { t.LimitRateNanos = 0 }, func(t *schemas.Tokens) { t.LimitBurst = 0 },
 		} {
 			x := w.tokens("g1", fmt.Sprint(i), limit100, 50, 50)

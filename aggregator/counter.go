@@ -165,10 +165,9 @@ func merge(items []schemas.Delivered[*schemas.Report], late time.Time) []Fold {
 	return folds
 }
 
-// shared says whether t is of a bucket whose limit gateways share: enforced, limited, and not the guard, which protects one
-// gateway each.
+// shared says whether t is of a bucket whose limit gateways share: enforced, and limited.
 func shared(t *schemas.Tokens) bool {
-	return (t.Mode == "" || t.Mode == "enforce") && t.Layer != "guard" && t.Consistency != "local" && t.LimitRateNanos > 0 && t.LimitBurst > 0
+	return (t.Mode == "" || t.Mode == "enforce") && t.Consistency != "local" && t.LimitRateNanos > 0 && t.LimitBurst > 0
 }
 
 func (f *Fold) add(r *schemas.Report, t *schemas.Tokens, late bool) {
