@@ -117,8 +117,18 @@ rules:
 	if want := fmt.Sprintf(`[{"tenant":"acme","requests":%d,"allowed":%d,"rejected":%d,"cost":%d}]`+"\n", sent, sent-refused, refused, sent); top != want || code != 0 {
 		t.Errorf("usage top = %q (exit %d), want %q", top, code, want)
 	}
-	if _, errOut, code := weir(t, nil, "doctor", "--data", data); code != 0 {
-		t.Errorf("doctor exits %d on a healthy pipeline: %s", code, errOut)
+	if out, errOut, code := weir(t, nil, "doctor", "--data", data); code != 0 || strings.Contains(out, "sync_interval") {
+		t.Errorf("doctor exits %d on a healthy pipeline, and says %s%s", code, out, errOut)
+	}
+	log := write(t, "access.log", `1.1.1.1 - - [17/May/2015:10:05:03 +0000] "GET /a HTTP/1.1" 200 1`+"\nnonsense\n")
+	out, errOut, code := weir(t, nil, "replay", "--data", data, "--log", log, "--policy", policy, "--speed", "max", "-o", "json")
+	if code != 0 || !strings.Contains(out, `"by_rule":{"contract":0,"guard":0}`) {
+		t.Errorf("replay exits %d: %s, want every rule", code, out)
+	}
+	for _, want := range []string{log + ":2: not a request", "every request is of tenant anonymous: the policy reads the header X-App-Key"} {
+		if !strings.Contains(errOut, want) {
+			t.Errorf("replay says %q, want %q", errOut, want)
+		}
 	}
 
 	if code := up.stop(syscall.SIGINT); code != 0 {
