@@ -160,8 +160,9 @@ func BenchmarkNow(b *testing.B) {
 
 // TestSmoke fails when a check costs more than twice the floor, or with a guard before the rule more than two and a half times:
 // for one key and for a million asked as traffic asks, by one processor and by two side by side. What a million keys cost that
-// are asked alike is only told. Floor and weir take turns of some milliseconds, always the same number, and the best turn of each
-// counts: a busy machine leaves one alone now and then. Where it hardly ever left two processors alone, they are not judged.
+// are asked alike is only told. Floor and weir take turns of some milliseconds, always the same number. Of one processor the best
+// turn counts: a busy machine leaves one alone now and then. Of two it is the middle one, since who has a line when a turn begins
+// makes single turns cheap or dear; where they hardly ever ran side by side, they are not judged.
 func TestSmoke(t *testing.T) {
 	tick(t)
 	list := Limiters()[:3] // the floor, weir, and weir with a guard
@@ -199,9 +200,13 @@ func TestSmoke(t *testing.T) {
 				t.Logf("%s, %d processors: not judged, too busy: %d turns of %d side by side", c.name, procs, few, rounds)
 				continue
 			}
-			floor := slices.Min(turns[0])
+			cost := slices.Min[[]float64]
+			if procs > 1 {
+				cost = median
+			}
+			floor := cost(turns[0])
 			for i, l := range list[1:] {
-				ns := slices.Min(turns[i+1])
+				ns := cost(turns[i+1])
 				t.Logf("%s, %d processors: %s %.1f ns, %s %.1f ns, ratio %.2f", c.name, procs, list[0].Name, floor, l.Name, ns, ns/floor)
 				if ns > c.limits[i+1]*floor {
 					t.Errorf("%s, %d processors: %s costs %.2f times the floor, want at most %.1f", c.name, procs, l.Name, ns/floor, c.limits[i+1])
@@ -209,6 +214,11 @@ func TestSmoke(t *testing.T) {
 			}
 		}
 	}
+}
+
+func median(all []float64) float64 {
+	slices.Sort(all)
+	return all[len(all)/2]
 }
 
 // turn returns the nanoseconds of one check, over n of the stream from at on, while as many processors do the same. It is infinite
