@@ -84,12 +84,12 @@ func Start(cfg Config, log *slog.Logger) (*Server, error) {
 		log.Warn("redis: no redis-server on PATH, running miniredis: nothing is kept over a restart", "addr", s.addr)
 		return s, nil
 	}
-	real, err := child.Serve(child.Config{Name: "embedded Redis", Grace: stopGrace, Supervise: cfg.Supervise}, s.start, log)
+	server, err := child.Serve(child.Config{Name: "embedded Redis", Grace: stopGrace, Supervise: cfg.Supervise}, s.start, log)
 	if err != nil {
 		return nil, err
 	}
-	s.backend = real
-	log.Info("redis: running redis-server", "path", s.path, "addr", s.addr, "pid", real.PID())
+	s.backend = server
+	log.Info("redis: running redis-server", "path", s.path, "addr", s.addr, "pid", server.PID())
 	return s, nil
 }
 
