@@ -519,8 +519,7 @@ func (e *Enforcer) lock(v *view, a *asking, r *rule, h uint64, h2 uint32) (*slot
 		if w, ok := s.lock(); ok {
 			return s, w
 		}
-		sh.mu.Lock() // until the rebuild is done
-		sh.mu.Unlock()
+		sh.awaitRebuild()
 	}
 }
 
@@ -536,8 +535,7 @@ func (e *Enforcer) put(v *view, r *rule, q *Request, now int64) {
 		}
 		w, ok := s.lock()
 		if !ok {
-			sh.mu.Lock()
-			sh.mu.Unlock()
+			sh.awaitRebuild()
 			continue
 		}
 		lim, _ := e.limit(v, sh, s, r, q.Tenant, now)

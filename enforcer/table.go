@@ -268,6 +268,12 @@ type shard struct {
 var _ [128]byte = [unsafe.Sizeof(shard{})]byte{} // two cache lines
 var _ [64]byte = [unsafe.Sizeof(slot{})]byte{}
 
+// awaitRebuild returns when the rebuild that closed a slot is done, and its successor is there to be found.
+func (sh *shard) awaitRebuild() {
+	sh.mu.Lock()
+	defer sh.mu.Unlock()
+}
+
 func (sh *shard) share(lim uint32) *share {
 	n := lim &^ shareFlag
 	return &(*sh.shares.Load())[n/sharesPerChunk][n%sharesPerChunk]

@@ -87,7 +87,8 @@ func (s *Store) Correct(ctx context.Context, c Correction) (Correction, error) {
 	if err != nil {
 		return c, err
 	}
-	for _, h := range have {
+	if len(have) > 0 {
+		h := have[0]
 		c.Made = h.Made
 		if h != c {
 			return c, fmt.Errorf("%w: ref %q names another one, of %s", ErrCorrection, c.Ref, h.Made.Format(time.RFC3339))

@@ -192,13 +192,13 @@ func (s *Store) explain(doing string, err error) error {
 	if ex, ok := errors.AsType[*ch.Exception](err); ok {
 		e := &Error{Kind: kinds[ex.Code], Err: err}
 		text := oneLine(ex.Message)
-		switch e.Kind {
-		case ErrDenied:
+		switch {
+		case errors.Is(e.Kind, ErrDenied):
 			e.Line = fmt.Sprintf("%s: ClickHouse at %s denied access to user %q: check the user and the password in its URL (code %d)", doing, at, s.user(), ex.Code)
 			if ex.Code == 497 {
 				e.Line = fmt.Sprintf("%s: ClickHouse at %s: user %q lacks a right: %s", doing, at, s.user(), text)
 			}
-		case ErrSchema:
+		case errors.Is(e.Kind, ErrSchema):
 			e.Line = fmt.Sprintf("%s: ClickHouse at %s has no schema of weir in database %q, or an older one: run weir migrate (code %d)", doing, at, s.opt.Auth.Database, ex.Code)
 		default:
 			e.Line = fmt.Sprintf("%s: ClickHouse at %s: code %d: %s", doing, at, ex.Code, text)

@@ -309,11 +309,11 @@ func TestErrorsAreOneClearTypedLine(t *testing.T) {
 						t.Errorf("%s = %v: it tells the password", doing, err)
 					}
 				}
-				if tt.kind != ErrUnreachable && errors.Is(err, ErrUnreachable) {
+				if !errors.Is(tt.kind, ErrUnreachable) && errors.Is(err, ErrUnreachable) {
 					t.Errorf("%s = %v: is also ErrUnreachable", doing, err)
 				}
 			}
-			if problems := s.Problems(ctx); tt.kind != ErrSchema && len(problems) != 1 {
+			if problems := s.Problems(ctx); !errors.Is(tt.kind, ErrSchema) && len(problems) != 1 {
 				t.Errorf("Problems = %q, want one", problems)
 			}
 		})

@@ -165,7 +165,7 @@ func owner(t *testing.T, addrs []string, name string) (at, other string, slot in
 	t.Helper()
 	n := raw(t, "redis://"+addrs[0])
 	slot = int(n.ClusterKeySlot(ctx, name).Val())
-	for _, s := range n.ClusterSlots(ctx).Val() {
+	for _, s := range n.ClusterSlots(ctx).Val() { //nolint:staticcheck // Redis 6 has no shards
 		if s.Start <= slot && slot <= s.End {
 			at = s.Nodes[0].Addr
 		}

@@ -109,7 +109,7 @@ func TestGatewaysLearnWhatTheHistoryHas(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	stop = begin(t, next.Run)
+	begin(t, next.Run)
 	next.mark(schemas.Batch[*schemas.Report]{Stream: "s", First: 5, Last: 5, Items: []schemas.Delivered[*schemas.Report]{{Seq: 5, Value: &schemas.Report{Gateway: "gw", Boot: "b", Seq: 5}}}})
 	eventually(t, "both are there", func() bool {
 		_, s, err := p.Stored(t.Context())

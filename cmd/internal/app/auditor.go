@@ -74,7 +74,7 @@ func (a *auditor) audit(ctx context.Context, now time.Time) error {
 	}
 	wrong := map[time.Time][]Difference{}
 	for _, d := range r.Differences {
-		if hour := d.Hour.UTC(); hour.Before(to) && !(d.Between == "redis" && d.Cause == CauseInFlight) {
+		if hour := d.Hour.UTC(); hour.Before(to) && (d.Between != "redis" || d.Cause != CauseInFlight) {
 			wrong[hour] = append(wrong[hour], d)
 		}
 	}

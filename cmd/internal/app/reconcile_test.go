@@ -33,7 +33,6 @@ type centre struct {
 	sql   ch.Conn
 	books Books
 	hour  time.Time // in which everything happens: the one before this
-	cum   uint64
 }
 
 func newCentre(t *testing.T) *centre {
