@@ -11,7 +11,6 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/sethvargo/go-limiter"
 	"github.com/sethvargo/go-limiter/memorystore"
 	"github.com/throttled/throttled/v2"
 	"github.com/throttled/throttled/v2/store/memstore"
@@ -184,7 +183,7 @@ func throttledCheck() Checker {
 }
 
 func goLimiter() Checker {
-	var store limiter.Store = must(memorystore.New(&memorystore.Config{Tokens: 1 << 40, Interval: time.Hour}))
+	store := must(memorystore.New(&memorystore.Config{Tokens: 1 << 40, Interval: time.Hour}))
 	ctx := context.Background()
 	return func(key string) bool {
 		_, _, _, ok, err := store.Take(ctx, key)
