@@ -258,3 +258,18 @@ func TestASecondAggregatorStandsBy(t *testing.T) {
 		t.Errorf("SIGTERM exits %d, want 0", code)
 	}
 }
+
+// TestASignalDuringTheStartIsACleanEnd has an aggregator that still looks for NATS.
+func TestASignalDuringTheStartIsACleanEnd(t *testing.T) {
+	cmd := command(nil, "aggregator", "--metrics-addr", "127.0.0.1:0", "--data", t.TempDir(), "--nats", "nats://127.0.0.1:1")
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	time.Sleep(500 * time.Millisecond) // long enough to be looking, far too short to have given up
+	if err := cmd.Process.Signal(syscall.SIGTERM); err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.Wait(); err != nil {
+		t.Errorf("SIGTERM during the start ends with %v, want 0", err)
+	}
+}

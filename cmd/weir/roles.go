@@ -17,6 +17,7 @@ import (
 
 // process is what every long-running command has: a log, metrics, and parts that stop in order.
 type process struct {
+	ctx     context.Context // of the command: done on a signal
 	log     *slog.Logger
 	metrics *app.Metrics
 	stack   run.Stack
@@ -27,15 +28,15 @@ func newProcess(cmd *cobra.Command, level string) (*process, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &process{log: log, metrics: app.NewMetrics()}, nil
+	return &process{ctx: cmd.Context(), log: log, metrics: app.NewMetrics()}, nil
 }
 
 // serve adds the listener for metrics and waits for the end: a signal, or a part that fails.
-func (p *process) serve(ctx context.Context, metricsAddr string, checks ...obs.Check) error {
+func (p *process) serve(metricsAddr string, checks ...obs.Check) error {
 	if _, err := p.admin(metricsAddr, checks...); err != nil {
 		return p.fail(err)
 	}
-	return p.wait(ctx)
+	return p.wait()
 }
 
 // admin serves health and metrics, and returns the real address.
@@ -49,16 +50,20 @@ func (p *process) admin(addr string, checks ...obs.Check) (string, error) {
 	return a.Addr(), nil
 }
 
-func (p *process) wait(ctx context.Context) error {
-	err := p.stack.Wait(ctx, app.StopTimeout)
+func (p *process) wait() error {
+	err := p.stack.Wait(p.ctx, app.StopTimeout)
 	p.log.Info("stopped", "err", err)
 	return err
 }
 
-// fail stops what has started already and returns err.
+// fail stops what has started already and returns err. What a signal interrupts before it is up has not failed.
 func (p *process) fail(err error) error {
 	if stopErr := p.stack.Stop(app.StopTimeout); stopErr != nil {
 		p.log.Warn("stop", "err", stopErr)
+	}
+	if p.ctx.Err() != nil {
+		p.log.Info("stopped before it was up", "err", err)
+		return nil
 	}
 	return err
 }
@@ -107,7 +112,7 @@ NATS is there or not. Its name is its subject: two gateways must not share one.`
 				return p.fail(err)
 			}
 			p.log.Info("gateway is up", "gateway", g.Name, "addr", g.Addr, "check", g.CheckAddr, "upstream", u.Redacted())
-			return p.serve(cmd.Context(), metricsAddr, obs.Check{Name: "policy", Ready: g.Ready})
+			return p.serve(metricsAddr, obs.Check{Name: "policy", Ready: g.Ready})
 		},
 	}
 	cmd.Flags().StringVar(&cfg.Name, "name", hostname(), "the gateway's name: letters, digits, '-' and '_'")
@@ -164,7 +169,7 @@ func aggregatorCommand() *cobra.Command {
 			if err != nil {
 				return p.fail(err)
 			}
-			return p.serve(cmd.Context(), metricsAddr, obs.Check{Name: "streams", Ready: a.Ready})
+			return p.serve(metricsAddr, obs.Check{Name: "streams", Ready: a.Ready})
 		},
 	}
 	s.bind(cmd)
@@ -202,7 +207,7 @@ crash loses nothing; a receiver that fails is tried again with the same webhook-
 			if err != nil {
 				return p.fail(err)
 			}
-			return p.serve(cmd.Context(), metricsAddr, obs.Check{Name: "streams", Ready: a.Ready})
+			return p.serve(metricsAddr, obs.Check{Name: "streams", Ready: a.Ready})
 		},
 	}
 	bind(cmd, map[string]*string{"nats": &s.nats, "data": &s.data, "webhook": &hook, "metrics-addr": &metricsAddr, "log-level": &level})

@@ -103,7 +103,7 @@ func (c *upConfig) run(cmd *cobra.Command) error {
 			return p.fail(err)
 		}
 	}
-	return p.wait(cmd.Context())
+	return p.wait()
 }
 
 // ensurePolicy writes the default policy unless the data folder has one.
