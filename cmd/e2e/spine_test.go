@@ -98,14 +98,12 @@ rules:
 		t.Error("no refusal was sampled")
 	}
 
-	metrics := fetch(t, e.Metrics+"/metrics")
+	want := []string{fmt.Sprintf(`weir_decisions_total{decision="refused",layer="contract",rule="contract"} %d`, refused)}
 	for _, stage := range []string{"admitted", "spooled", "acked", "reconciled", "stored"} {
-		if want := fmt.Sprintf(`weir_usage_units_total{stage="%s"} %d`, stage, sent); !strings.Contains(metrics, want) {
-			t.Errorf("metrics lack %s", want)
-		}
+		want = append(want, fmt.Sprintf(`weir_usage_units_total{stage="%s"} %d`, stage, sent))
 	}
-	if want := fmt.Sprintf(`weir_decisions_total{decision="refused",layer="contract",rule="contract"} %d`, refused); !strings.Contains(metrics, want) {
-		t.Errorf("metrics lack %s", want)
+	for _, line := range want { // a row is there a moment before it is counted as stored
+		eventually(t, "metrics say "+line, func() bool { return strings.Contains(fetch(t, e.Metrics+"/metrics"), line+"\n") })
 	}
 	for _, path := range []string{"/livez", "/readyz"} {
 		if status, _, b := get(t, e.Metrics+path, ""); status != http.StatusOK {
