@@ -142,12 +142,14 @@ func (w *Watcher) reload(sources []source, err error) {
 	if err == nil {
 		p, err = build(sources)
 	}
+	if err != nil {
+		w.log.Error("policy not reloaded, the last good one stays in force", "path", w.path, "err", err)
+	}
 	w.mu.Lock()
 	w.status.OK, w.status.Err = err == nil, err
 	if err != nil {
 		w.status.Failures++
 		w.mu.Unlock()
-		w.log.Error("policy not reloaded, the last good one stays in force", "path", w.path, "err", err)
 		return
 	}
 	w.status.At = time.Now()
