@@ -148,12 +148,6 @@ func lastFleet(cfg GatewayConfig, log *slog.Logger) (file string, fleet int, err
 	return file, max(known, fleet), nil
 }
 
-// Pending is what is sealed or gathered and not yet in the stream.
-func (g *Gateway) Pending() (reports int, requests uint64) { return g.reporter.Pending() }
-
-// Mode is the gateway's rung of the degradation ladder.
-func (g *Gateway) Mode() string { return g.enforcer.Mode() }
-
 // Ready says that the gateway can decide, which needs nobody else.
 func (g *Gateway) Ready() error {
 	if g.enforcer.Policy() == nil {

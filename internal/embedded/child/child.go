@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"os"
 	"os/exec"
 	"runtime"
 	"strings"
@@ -167,4 +168,34 @@ func (t *tail) String() string {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	return strings.Join(t.last, "; ")
+}
+
+// Await returns when the process answers, and it is Ready then. An error says how it died, or that it took longer than timeout
+// and was killed.
+func (p *Process) Await(timeout time.Duration, answers func() bool) error {
+	for deadline := time.Now().Add(timeout); !answers(); {
+		select {
+		case <-p.Done():
+			return p.Failure()
+		case <-time.After(5 * time.Millisecond):
+		}
+		if time.Now().After(deadline) {
+			return errors.Join(fmt.Errorf("no answer after %s", timeout), p.Kill())
+		}
+	}
+	p.Ready()
+	return nil
+}
+
+// Main is for an init function: it makes this process the child that serves, when the environment says so, and ends it then.
+func Main(env string, serve func(conf string) error) {
+	conf, ok := os.LookupEnv(env)
+	if !ok {
+		return
+	}
+	if err := serve(conf); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		os.Exit(1)
+	}
+	os.Exit(0)
 }

@@ -174,17 +174,7 @@ func (s *Server) post(ctx context.Context, sql string) error {
 	return nil
 }
 
-func init() {
-	conf, ok := os.LookupEnv(childEnv)
-	if !ok {
-		return
-	}
-	if err := serve(conf); err != nil {
-		fmt.Fprintln(os.Stderr, err)
-		os.Exit(1)
-	}
-	os.Exit(0)
-}
+func init() { child.Main(childEnv, serve) }
 
 // serve is the child: it serves until SIGTERM, then lets what runs end, flushes, and returns.
 func serve(conf string) error {

@@ -75,17 +75,9 @@ func (p *Process) start() (*child.Process, error) {
 	if err != nil {
 		return nil, fmt.Errorf("embedded NATS: %w", err)
 	}
-	for deadline := time.Now().Add(startTimeout); !greets(p.addr); {
-		select {
-		case <-c.Done():
-			return nil, fmt.Errorf("embedded NATS on %s: %w", p.addr, c.Failure())
-		case <-time.After(5 * time.Millisecond):
-		}
-		if time.Now().After(deadline) {
-			return nil, errors.Join(fmt.Errorf("embedded NATS on %s: no answer after %s", p.addr, startTimeout), c.Kill())
-		}
+	if err := c.Await(startTimeout, func() bool { return greets(p.addr) }); err != nil {
+		return nil, fmt.Errorf("embedded NATS on %s: %w", p.addr, err)
 	}
-	c.Ready()
 	return c, nil
 }
 
@@ -103,17 +95,7 @@ func greets(addr string) bool {
 	return err == nil && strings.HasPrefix(line, "INFO ")
 }
 
-func init() {
-	conf, ok := os.LookupEnv(childEnv)
-	if !ok {
-		return
-	}
-	if err := serve(conf); err != nil {
-		fmt.Fprintln(os.Stderr, err)
-		os.Exit(1)
-	}
-	os.Exit(0)
-}
+func init() { child.Main(childEnv, serve) }
 
 // serve is the child: a server until SIGTERM.
 func serve(conf string) error {

@@ -132,17 +132,9 @@ func (s *Server) start() (*child.Process, error) {
 	if err != nil {
 		return nil, fmt.Errorf("embedded Redis: %w", err)
 	}
-	for deadline := time.Now().Add(startTimeout); !answers(s.addr); {
-		select {
-		case <-p.Done():
-			return nil, fmt.Errorf("embedded Redis on %s: %w", s.addr, p.Failure())
-		case <-time.After(5 * time.Millisecond):
-		}
-		if time.Now().After(deadline) {
-			return nil, errors.Join(fmt.Errorf("embedded Redis on %s: no answer after %s", s.addr, startTimeout), p.Kill())
-		}
+	if err := p.Await(startTimeout, func() bool { return answers(s.addr) }); err != nil {
+		return nil, fmt.Errorf("embedded Redis on %s: %w", s.addr, err)
 	}
-	p.Ready()
 	return p, nil
 }
 
