@@ -203,7 +203,9 @@ func (l *Ledger[T]) open(ctx context.Context) ([]message, error) {
 			break
 		}
 		at = msg.Sequence
-		all = append(all, message{subject: msg.Subject, contentType: msg.Header.Get(headerContentType), seq: at, arrived: msg.Time, body: msg.Data})
+		m := message{subject: msg.Subject, contentType: msg.Header.Get(headerContentType), seq: at, arrived: msg.Time, body: msg.Data}
+		m.boot, m.report = reportIn(msg.Header)
+		all = append(all, m)
 	}
 	if missing := l.pos.Next - l.pos.Floor - uint64(len(all)); missing > 0 {
 		l.missing(missing, l.pos.Floor+1)
@@ -281,7 +283,8 @@ func (l *Ledger[T]) settle(ctx context.Context, all []message, handle func(conte
 	}) {
 		return false, nil
 	}
-	if !l.buryAll(ctx, refusedOf(all, not)) {
+	late := refusedOf(all, not)
+	if !l.buryAll(ctx, late) {
 		return false, nil
 	}
 	done := l.pos
@@ -295,6 +298,9 @@ func (l *Ledger[T]) settle(ctx context.Context, all []message, handle func(conte
 	}
 	if ok, err := l.fenced(save, "position", func() error { return l.write(save, done) }); !ok {
 		return false, err
+	}
+	if l.cfg.Settled != nil {
+		l.cfg.Settled(batch.Stream, batch.Last, buriedOf(append(bad, late...)))
 	}
 	if len(all) > 0 {
 		if last := all[len(all)-1].ack; last != nil { // for whoever looks at the consumer; we go by Floor
@@ -321,13 +327,30 @@ func (l *Ledger[T]) buryAll(ctx context.Context, bad []refused) bool {
 	})
 }
 
+// Buried is a message that is in the dead-letter stream, whole.
+type Buried struct {
+	Subject string // where it came from
+	Boot    string // of the report, as its Publisher said; empty for a message that none wrote
+	Seq     uint64 // of the report
+}
+
+func buriedOf(bad []refused) []Buried {
+	var all []Buried
+	for i := range bad {
+		if !bad[i].cut {
+			all = append(all, Buried{bad[i].subject, bad[i].boot, bad[i].report})
+		}
+	}
+	return all
+}
+
 // refusedOf are the messages that a handler refused.
 func refusedOf(all []message, not schemas.Refused) []refused {
 	var bad []refused
 	for _, r := range not {
 		for i := range all {
 			if all[i].seq == r.Seq {
-				bad = append(bad, refused{all[i], &schemas.Refusal{Reason: schemas.ReasonRefused, Detail: r.Detail}})
+				bad = append(bad, refused{message: all[i], Refusal: &schemas.Refusal{Reason: schemas.ReasonRefused, Detail: r.Detail}})
 			}
 		}
 	}
@@ -384,6 +407,7 @@ func (l *Ledger[T]) bury(ctx context.Context, bad *refused) error {
 		HeaderArrived:     {bad.arrived.UTC().Format(time.RFC3339Nano)},
 	}}
 	if most := int(l.nc.MaxPayload()); most > 0 && msg.Size()+512 > most {
+		bad.cut = true
 		msg.Header.Set(HeaderTruncated, strconv.Itoa(len(bad.body)))
 		msg.Data = bad.body[:max(0, min(len(bad.body), len(bad.body)-(msg.Size()+512-most)))]
 	}

@@ -140,7 +140,7 @@ func (p *Publisher) lookUp(ctx context.Context, r *schemas.Report) (stored bool,
 				return false, fmt.Errorf("look up reports after %d: %w", at, err)
 			}
 			at = msg.Sequence
-			boot, seq := storedReport(msg)
+			boot, seq := reportIn(msg.Header)
 			stored = stored || (boot == r.Boot && seq == r.Seq)
 		}
 	}
@@ -153,7 +153,7 @@ func (p *Publisher) lookUp(ctx context.Context, r *schemas.Report) (stored bool,
 		return false, fmt.Errorf("look up the last report: %w", err)
 	}
 	if !p.known { // our predecessor's last words
-		p.boot, p.seq = storedReport(msg)
+		p.boot, p.seq = reportIn(msg.Header)
 		stored = p.has(r)
 	}
 	p.last, p.known = msg.Sequence, true
@@ -163,13 +163,13 @@ func (p *Publisher) lookUp(ctx context.Context, r *schemas.Report) (stored bool,
 // has reports whether r is known to be stored: the reports of a boot are stored in order.
 func (p *Publisher) has(r *schemas.Report) bool { return r.Boot == p.boot && r.Seq <= p.seq }
 
-// storedReport says which report msg is. A message that no Publisher wrote has seq 0.
-func storedReport(msg *jetstream.RawStreamMsg) (boot string, seq uint64) {
-	seq, err := strconv.ParseUint(msg.Header.Get(headerSeq), 10, 64)
+// reportIn says which report a message with these headers is. One that no Publisher wrote has seq 0.
+func reportIn(h nats.Header) (boot string, seq uint64) {
+	seq, err := strconv.ParseUint(h.Get(headerSeq), 10, 64)
 	if err != nil {
 		return "", 0
 	}
-	return msg.Header.Get(headerBoot), seq
+	return h.Get(headerBoot), seq
 }
 
 func wrongLast(err error) bool {

@@ -31,6 +31,10 @@ type Config struct {
 
 	// Declare makes the stream and buckets when they are gone. Nil waits until somebody else has.
 	Declare func(context.Context) error
+
+	// Settled is told by a Ledger of each range that is written down as handled: all of it is in the store, or in the
+	// dead-letter stream as buried. It must not wait for anybody. Nil tells nobody.
+	Settled func(stream string, last uint64, buried []Buried)
 }
 
 func (c Config) withDefaults(messages, bytes int, delay, ackWait time.Duration) (Config, error) {
@@ -82,6 +86,8 @@ type message struct {
 	seq                  uint64
 	arrived              time.Time
 	body                 []byte
+	boot                 string // of a report that a Publisher wrote, with its number; else empty and 0
+	report               uint64
 	ack                  jetstream.Msg
 }
 
@@ -219,8 +225,10 @@ func (r *reader[T]) fetch(ctx context.Context, all []message, n int, wait time.D
 			if err != nil {
 				return all, fmt.Errorf("fetch: %w", err)
 			}
-			all = append(all, message{subject: msg.Subject(), contentType: msg.Headers().Get(headerContentType),
-				seq: meta.Sequence.Stream, arrived: meta.Timestamp, body: msg.Data(), ack: msg})
+			m := message{subject: msg.Subject(), contentType: msg.Headers().Get(headerContentType),
+				seq: meta.Sequence.Stream, arrived: meta.Timestamp, body: msg.Data(), ack: msg}
+			m.boot, m.report = reportIn(msg.Headers())
+			all = append(all, m)
 		case <-ctx.Done():
 			return nil, ctx.Err()
 		}
@@ -231,6 +239,7 @@ func (r *reader[T]) fetch(ctx context.Context, all []message, n int, wait time.D
 type refused struct {
 	message
 	*schemas.Refusal
+	cut bool // only the beginning of its body is in the dead-letter stream
 }
 
 // decodeAll reads messages in order.
@@ -244,7 +253,7 @@ func (r *reader[T]) decodeAll(all []message) (items []schemas.Delivered[T], bad 
 			if !errors.As(err, &why) {
 				why = &schemas.Refusal{Reason: schemas.ReasonMalformed, Detail: err.Error()}
 			}
-			bad = append(bad, refused{*m, why})
+			bad = append(bad, refused{message: *m, Refusal: why})
 			continue
 		}
 		items = append(items, schemas.Delivered[T]{Seq: m.seq, Arrived: m.arrived, Value: v})

@@ -95,40 +95,52 @@ func NewMarks(nc *nats.Conn, declare func(context.Context) error, log *slog.Logg
 		gateways: map[string]*schemas.Stored{}, recent: map[string][]string{}, dirty: map[string]bool{}}, nil
 }
 
-// After returns a handler that calls store and marks each batch that it has stored. A report that store refuses for good is
-// marked as well: it becomes a dead letter, and its gateway need not keep it.
+// After returns a handler that calls store and marks the reports of each batch that it has stored. A report that store
+// refuses for good is not among them: it is marked by Settled, once it is a dead letter. The gateways are told by Settled.
 func (k *Marks) After(store func(context.Context, schemas.Batch[*schemas.Report]) error) func(context.Context, schemas.Batch[*schemas.Report]) error {
 	return func(ctx context.Context, b schemas.Batch[*schemas.Report]) error {
 		err := store(ctx, b)
-		if not := (schemas.Refused)(nil); err != nil && !errors.As(err, &not) {
+		var not schemas.Refused
+		if err != nil && !errors.As(err, &not) {
 			return err
 		}
-		k.mark(b)
+		k.mu.Lock()
+		defer k.mu.Unlock()
+		for i := range b.Items {
+			it := &b.Items[i]
+			if !slices.ContainsFunc(not, func(r schemas.RefusedMessage) bool { return r.Seq == it.Seq }) {
+				k.add(it.Value.Gateway, it.Value.Boot, it.Value.Seq)
+			}
+		}
 		return err
 	}
 }
 
-func (k *Marks) mark(b schemas.Batch[*schemas.Report]) {
+// Settled is for a Ledger's Config. It marks the reports that are dead letters: their gateways need not keep them, and
+// would send them again and again. What a letter holds comes back by being replayed. Whose a letter is its subject says.
+func (k *Marks) Settled(stream string, last uint64, buried []Buried) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	for i := range b.Items {
-		r := b.Items[i].Value
-		s := k.gateways[r.Gateway]
-		if s == nil {
-			s = &schemas.Stored{Boots: map[string]schemas.Ranges{}}
-			k.gateways[r.Gateway] = s
+	for _, b := range buried {
+		if gateway, err := schemas.Gateway(schemas.UsagePrefix, b.Subject); err == nil && b.Seq > 0 && schemas.ValidName(b.Boot) == nil {
+			k.add(gateway, b.Boot, b.Seq)
 		}
-		k.add(r.Gateway, s, r.Boot, r.Seq)
-		k.dirty[r.Gateway] = true
 	}
-	k.floor = schemas.Floor{Stream: b.Stream, Seq: b.Last}
+	k.floor = schemas.Floor{Stream: stream, Seq: last}
 	select {
 	case k.signal <- struct{}{}:
 	default:
 	}
 }
 
-func (k *Marks) add(gateway string, s *schemas.Stored, boot string, seq uint64) {
+// add marks a report. mu is held.
+func (k *Marks) add(gateway, boot string, seq uint64) {
+	s := k.gateways[gateway]
+	if s == nil {
+		s = &schemas.Stored{Boots: map[string]schemas.Ranges{}}
+		k.gateways[gateway] = s
+	}
+	k.dirty[gateway] = true
 	ranges, _ := s.Boots[boot].Add(seq)
 	if n := len(ranges) - maxRanges; n > 0 {
 		ranges = slices.Delete(ranges, 0, n)

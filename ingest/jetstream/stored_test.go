@@ -43,6 +43,17 @@ func newPublisher(t testing.TB, nc *nats.Conn, gateway string) *Publisher {
 	return p
 }
 
+// mark is what a ledger does with one report that is stored.
+func mark(t testing.TB, k *Marks, stream string, at uint64, gateway, boot string, seq uint64) {
+	t.Helper()
+	stored := k.After(func(context.Context, schemas.Batch[*schemas.Report]) error { return nil })
+	if err := stored(t.Context(), schemas.Batch[*schemas.Report]{Stream: stream, First: at, Last: at, Items: []schemas.Delivered[*schemas.Report]{
+		{Seq: at, Value: &schemas.Report{Gateway: gateway, Boot: boot, Seq: seq}}}}); err != nil {
+		t.Fatal(err)
+	}
+	k.Settled(stream, at, nil)
+}
+
 // The way of a report: into the stream, through the ledger into the history, and back as a mark.
 func TestGatewaysLearnWhatTheHistoryHas(t *testing.T) {
 	_, nc, js := start(t)
@@ -68,7 +79,7 @@ func TestGatewaysLearnWhatTheHistoryHas(t *testing.T) {
 	stop := begin(t, marks.Run)
 	away := true
 	var mu sync.Mutex
-	ledger, err := NewLedger(Config{Name: "history", MaxDelay: 10 * time.Millisecond}, nc, func(subject, contentType string, body []byte, arrived time.Time) (*schemas.Report, error) {
+	ledger, err := NewLedger(Config{Name: "history", MaxDelay: 10 * time.Millisecond, Settled: marks.Settled}, nc, func(subject, contentType string, body []byte, arrived time.Time) (*schemas.Report, error) {
 		return schemas.DecodeReport(subject, contentType, body, arrived)
 	}, quiet, nil)
 	if err != nil {
@@ -110,7 +121,7 @@ func TestGatewaysLearnWhatTheHistoryHas(t *testing.T) {
 		t.Fatal(err)
 	}
 	begin(t, next.Run)
-	next.mark(schemas.Batch[*schemas.Report]{Stream: "s", First: 5, Last: 5, Items: []schemas.Delivered[*schemas.Report]{{Seq: 5, Value: &schemas.Report{Gateway: "gw", Boot: "b", Seq: 5}}}})
+	mark(t, next, "s", 5, "gw", "b", 5)
 	eventually(t, "both are there", func() bool {
 		_, s, err := p.Stored(t.Context())
 		return err == nil && s.Has("b", 3) && !s.Has("b", 4) && s.Has("b", 5)
@@ -118,7 +129,7 @@ func TestGatewaysLearnWhatTheHistoryHas(t *testing.T) {
 	if err := js.DeleteKeyValue(t.Context(), schemas.StoredBucket); err != nil {
 		t.Fatal(err)
 	}
-	next.mark(schemas.Batch[*schemas.Report]{Stream: "s", First: 6, Last: 6, Items: []schemas.Delivered[*schemas.Report]{{Seq: 6, Value: &schemas.Report{Gateway: "gw", Boot: "d", Seq: 1}}}})
+	mark(t, next, "s", 6, "gw", "d", 1)
 	eventually(t, "all is there again", func() bool {
 		f, s, err := p.Stored(t.Context())
 		return err == nil && s.Has("b", 3) && s.Has("b", 5) && s.Has("d", 1) && f.Seq == 6
@@ -133,7 +144,7 @@ func TestMarksAreBounded(t *testing.T) {
 	}
 	for boot := range 200 {
 		for range 1000 {
-			marks.mark(schemas.Batch[*schemas.Report]{Stream: "s", Items: []schemas.Delivered[*schemas.Report]{{Value: &schemas.Report{Gateway: "gw", Boot: fmt.Sprint(boot), Seq: 1 + rand.Uint64N(1e6)}}}})
+			mark(t, marks, "s", 0, "gw", fmt.Sprint(boot), 1+rand.Uint64N(1e6))
 		}
 	}
 	s := marks.gateways["gw"]
@@ -196,7 +207,7 @@ func TestT5PermissionsOfAGateway(t *testing.T) {
 		t.Fatal(err)
 	}
 	begin(t, marks.Run)
-	marks.mark(schemas.Batch[*schemas.Report]{Stream: "s", First: 1, Last: 1, Items: []schemas.Delivered[*schemas.Report]{{Seq: 1, Value: &schemas.Report{Gateway: "gw", Boot: "b", Seq: 1}}}})
+	mark(t, marks, "s", 1, "gw", "b", 1)
 	eventually(t, "the gateway is told", func() bool {
 		_, s, err := p.Stored(t.Context())
 		return err == nil && s.Has("b", 1)

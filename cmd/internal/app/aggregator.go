@@ -130,7 +130,7 @@ type history struct {
 
 // keep keeps the history until ctx is done or another process has taken over, which is no error: this one stands by then.
 func (h *history) keep(ctx context.Context) error {
-	reports, err := jetstream.NewLedger(jetstream.Config{Name: historyConsumer, Declare: h.declare}, h.nc, decodeReport, h.log, h.streams)
+	reports, err := jetstream.NewLedger(jetstream.Config{Name: historyConsumer, Declare: h.declare, Settled: h.marks.Settled}, h.nc, decodeReport, h.log, h.streams)
 	if err != nil {
 		return err
 	}
