@@ -2,9 +2,14 @@ package clickhouse
 
 import (
 	"context"
+	"net/url"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
+
+	"github.com/weirhq/weir/internal/embedded/embeddedtest"
+	"github.com/weirhq/weir/internal/faultproxy"
 )
 
 func rebuildAll(t *testing.T, s *Store) Rebuilt {
@@ -83,31 +88,79 @@ func TestLateRowsLandInTheirOwnHour(t *testing.T) {
 	}
 }
 
-// While reports come in, and connections are cut, rebuilds go on, are interrupted and repeated.
+// While reports come in, rebuilds go on; all their connections are cut again and again, some after a part of a request or of an
+// answer, and rebuilds are interrupted as well. Each is repeated until it is through.
 func TestRebuildWhileInsertsGoOn(t *testing.T) {
-	s := fresh(t)
-	run(t, s, "INSERT INTO usage_1m (ts, tenant, route, rule, allowed, rejected, cost) VALUES ('2026-11-15 12:00:00', 'nobody', 'x', '', 5, 0, 5)")
-	const batches = 30
-	var writer sync.WaitGroup
-	writer.Go(func() {
-		for n := range uint64(batches) {
-			if err := s.Reports(t.Context(), batchOf(n+1, reportAt("a", n+1, noon, 50))); err != nil {
-				t.Error(err)
+	server := embeddedtest.ClickHouse(t)
+	direct := open(t, server.URL())
+	u, err := url.Parse(server.URL())
+	if err != nil {
+		t.Fatal(err)
+	}
+	proxy, err := faultproxy.Start("127.0.0.1:0", u.Host)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(proxy.Close)
+	u.Host = proxy.Addr()
+	s := unmigrated(t, u.String()+"?read_timeout=1s")
+	run(t, direct, "INSERT INTO usage_1m (ts, tenant, route, rule, allowed, rejected, cost) VALUES ('2026-11-15 12:00:00', 'nobody', 'x', '', 5, 0, 5)")
+
+	const batches, cuts = 30, 60
+	var work sync.WaitGroup
+	through := make(chan struct{}) // the connections stay as they are from here on
+	work.Go(func() {
+		defer close(through)
+		for i := range int64(cuts) {
+			if i%3 == 0 {
+				proxy.Cut(i%2 == 0)
+			} else {
+				proxy.Set(faultproxy.Faults{CutAfter: [2]int64{faultproxy.Up: (i % 3) * i * 400, faultproxy.Down: (i % 2) * i * 40}})
 			}
+			time.Sleep(15 * time.Millisecond)
+		}
+		proxy.Set(faultproxy.Faults{})
+	})
+	var failed atomic.Int64
+	var stored atomic.Uint64
+	work.Go(func() {
+		for n := uint64(1); n <= batches || !closed(through); n++ {
+			for s.Reports(t.Context(), batchOf(n, reportAt("a", n, noon, 50))) != nil {
+				if failed.Add(1) > 10_000 {
+					t.Error("a batch does not store")
+					return
+				}
+			}
+			stored.Store(n)
 		}
 	})
-	for n := range 5 {
-		ctx, cancel := context.WithTimeout(t.Context(), time.Duration(n)*40*time.Millisecond)
-		if _, err := s.Rebuild(ctx, noon, noon.Add(time.Hour), nil); err != nil && ctx.Err() == nil {
-			t.Error(err)
+	for n := 0; !closed(through); n++ {
+		ctx, cancel := context.WithTimeout(t.Context(), time.Duration(n%5)*40*time.Millisecond)
+		if _, err := s.Rebuild(ctx, noon, noon.Add(time.Hour), nil); err != nil {
+			failed.Add(1)
 		}
 		cancel()
 	}
-	writer.Wait()
-	if r, err := s.Rebuild(t.Context(), noon, noon.Add(time.Hour), nil); err != nil || !r.Equal {
+	work.Wait()
+	if failed.Load() < 5 {
+		t.Errorf("only %d attempts failed: the test has not tested much", failed.Load())
+	}
+	for number(t, direct, "(SELECT count() FROM system.processes WHERE query_kind = 'Insert')") > 0 { // of a connection that was cut
+		time.Sleep(10 * time.Millisecond)
+	}
+	if r, err := direct.Rebuild(t.Context(), noon, noon.Add(time.Hour), nil); err != nil || !r.Equal {
 		t.Errorf("Rebuild = %+v, %v", r, err)
 	}
-	wantUsage(t, s, 50*batches, 150*batches)
+	wantUsage(t, direct, 50*stored.Load(), 150*stored.Load())
+}
+
+func closed(c <-chan struct{}) bool {
+	select {
+	case <-c:
+		return true
+	default:
+		return false
+	}
 }
 
 // A batch of which a part is stored will come again: its rows are not rebuilt, or they would count twice then.
