@@ -103,7 +103,8 @@ type Aggregator struct {
 	behind   bool                 // the last batch of reports was not folded
 	believe  time.Time            // until then gateways are listened to, and no limit is divided
 	delays   map[string]*delay    // of each gateway's reports
-	waiting  map[Key]time.Time    // keys kept by grants, of which a gateway waits for a token that there is at this time
+	weights  weights
+	waiting  map[Key]time.Time // keys kept by grants, of which a gateway waits for a token that there is at this time
 
 	recalled              bool // by Step, and only there
 	keepaliveAt, digestAt time.Time
@@ -259,9 +260,12 @@ func (a *Aggregator) Reports(ctx context.Context, b schemas.Batch[*schemas.Repor
 		}
 		return fmt.Errorf("fold reports %d to %d of %s: %w", b.First, b.Last, b.Stream, err)
 	}
+	a.mu.Lock()
 	for _, item := range b.Items {
 		a.m.Reconciled.Add(float64(item.Value.Requests()))
+		a.weights.count(item.Value)
 	}
+	a.mu.Unlock()
 	a.divide(ctx, folds, states)
 	return nil
 }
@@ -326,7 +330,7 @@ func (a *Aggregator) Snapshot(ctx context.Context, gateway string) (*schemas.Thr
 	defer a.mu.Unlock()
 	a.fleet[gateway] = now
 	fleet := a.gateways()
-	u := a.update(len(fleet))
+	u := a.update(gateway, len(fleet))
 	u.Snapshot = true
 	for i := range states {
 		s := &states[i]
@@ -518,17 +522,21 @@ func (a *Aggregator) expire() {
 func (a *Aggregator) gateways() []string { return slices.Sorted(maps.Keys(a.fleet)) }
 
 // update is a message without shares. mu is held.
-func (a *Aggregator) update(gateways int) *schemas.ThrottleUpdate {
-	return &schemas.ThrottleUpdate{Gateways: gateways, TTL: a.cfg.TTL, Epoch: a.epoch, Frozen: a.behind || !a.degraded.IsZero() || a.cfg.Now().Before(a.believe)}
+func (a *Aggregator) update(gateway string, gateways int) *schemas.ThrottleUpdate {
+	return &schemas.ThrottleUpdate{Gateways: gateways, Weight: a.weights.told[gateway], TTL: a.cfg.TTL, Epoch: a.epoch, Frozen: a.behind || !a.degraded.IsZero() || a.cfg.Now().Before(a.believe)}
 }
 
 func (a *Aggregator) keepalive(ctx context.Context) {
 	a.mu.Lock()
 	fleet := a.gateways()
-	u := a.update(len(fleet))
+	a.weights.step(fleet, a.cfg.Now())
+	updates := make([]*schemas.ThrottleUpdate, len(fleet))
+	for i, g := range fleet {
+		updates[i] = a.update(g, len(fleet))
+	}
 	a.mu.Unlock()
-	for _, g := range fleet {
-		a.cast(ctx, g, u)
+	for i, g := range fleet {
+		a.cast(ctx, g, updates[i])
 	}
 }
 
@@ -594,7 +602,7 @@ func (a *Aggregator) digest(ctx context.Context) {
 			}
 			u := updates[g]
 			if u == nil {
-				u = a.update(len(fleet))
+				u = a.update(g, len(fleet))
 				updates[g] = u
 			}
 			u.Shares = append(u.Shares, e.state.share(h))
@@ -682,7 +690,7 @@ func (a *Aggregator) divide(ctx context.Context, folds []Fold, states []KeyState
 		for g, h := range a.changes(&states[i], &folds[i], fleet, now) {
 			u := updates[g]
 			if u == nil {
-				u = a.update(len(fleet))
+				u = a.update(g, len(fleet))
 				updates[g] = u
 			}
 			s := states[i].share(h)

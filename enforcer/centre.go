@@ -14,27 +14,66 @@ import (
 const (
 	Synced   = "synced"   // the centre was heard from lately
 	Stale    = "stale"    // it was not, and its shares still hold
-	Isolated = "isolated" // its shares hold no longer: every key has limit/fleet here
+	Isolated = "isolated" // its shares hold no longer: every key has limit × the weight that the centre told last
+	Floor    = "floor"    // nor does the weight, or there is none: every key has limit/fleet, or limit × weight if that is less
 	Local    = "local"    // no rule is shared with other gateways
 )
 
 // Mode returns the enforcer's rung.
 func (e *Enforcer) Mode() string {
 	v := e.view.Load()
-	now, heard := e.cfg.Clock(), e.heard.Load()
-	switch {
-	case v == nil || !v.shared:
+	if v == nil || !v.shared {
 		return Local
-	case now > e.freshUntil.Load():
-		return Isolated
-	case uint64(now)-uint64(heard) > uint64(e.cfg.StaleAfter) && now > heard:
+	}
+	now := e.cfg.Clock()
+	mode := e.rung(now)
+	if heard := e.heard.Load(); mode == Synced && uint64(now)-uint64(heard) > uint64(e.cfg.StaleAfter) && now > heard {
 		return Stale
 	}
-	return Synced
+	return mode
+}
+
+// Alone says whether a gateway in mode needs the centre and does not hear it.
+func Alone(mode string) bool { return mode == Stale || mode == Isolated || mode == Floor }
+
+// rung is Isolated, Floor, or Synced for both rungs above.
+func (e *Enforcer) rung(now int64) string {
+	until := e.freshUntil.Load()
+	switch {
+	case now <= until:
+		return Synced
+	case until == math.MinInt64 && e.cfg.Weight <= 0, now-max(until, e.began) > int64(e.cfg.FloorAfter):
+		return Floor
+	}
+	return Isolated
+}
+
+// descend puts the limits of another rung in force, once the centre has been silent for long enough.
+func (e *Enforcer) descend(now int64) {
+	if v := e.view.Load(); v == nil || !v.shared || v.rung == e.rung(now) {
+		return
+	}
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.change(e.view.Load().policy, now)
+}
+
+// millionth is what weights are counted in.
+const millionth = 1_000_000
+
+// part is the part of a limit that a key without a share has here, on a rung: an even part of the fleet while the centre is there,
+// which reckons with it; the weight without it; on the floor the less of the two, so that the parts of a fleet add up to no more
+// than the limit on whichever rung each gateway is.
+func (e *Enforcer) part(rung string) (num, den uint64) {
+	fleet, weight := uint64(e.fleet), uint64(e.weight)
+	if rung == Synced || weight == 0 || rung == Floor && millionth < weight*fleet {
+		return 1, fleet
+	}
+	return weight, millionth
 }
 
 // Apply takes a throttle update. Any update, even an empty one, makes the shares hold for its time to live, and its count of
-// gateways is what keys without a share divide by. A share of a version not above the one held for its key, of a rule that is
+// gateways is what keys without a share divide by; its weight is kept for when no more updates come. A share of a version not above the one held for its key, of a rule that is
 // not shared, or of another limit than the policy states is ignored, and so is every update of an older epoch than one before.
 func (e *Enforcer) Apply(u Update) {
 	e.mu.Lock()
@@ -57,15 +96,15 @@ func (e *Enforcer) Apply(u Update) {
 		e.grantsUntil.Store(now + int64(ttl/2))
 	}
 	v := e.view.Load()
-	if u.Gateways > 0 && u.Gateways != e.fleet {
-		e.fleet = u.Gateways
-		if v != nil {
-			e.change(v.policy, now)
-			v = e.view.Load()
-		}
+	if u.Gateways > 0 {
+		e.fleet, e.weight = u.Gateways, u.Weight
 	}
 	if v == nil {
 		return
+	}
+	if v.fleet != e.fleet || v.rung != Synced {
+		e.change(v.policy, now)
+		v = e.view.Load()
 	}
 	for i := range u.Shares {
 		s := &u.Shares[i]
@@ -195,7 +234,10 @@ func (e *Enforcer) give(v *view, r *rule, q *Request, said *schemas.Share, now i
 // Collect emits the buckets that have something to say: all that were touched since they were last collected, or only the hot
 // ones, which were refused, are nearly empty, or have no share yet from a centre that serves several gateways. What is emitted
 // counts as reported. emit is called without a lock.
+//
+// It also looks whether the centre has become silent, and is to be called several times a second.
 func (e *Enforcer) Collect(now int64, all bool, emit func(Bucket)) {
+	e.descend(now)
 	e.collecting.Lock()
 	defer e.collecting.Unlock()
 	v := e.view.Load()

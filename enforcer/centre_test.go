@@ -5,6 +5,8 @@ import (
 	"testing"
 	"time"
 
+	"pgregory.net/rapid"
+
 	"github.com/weirhq/weir/enforcer"
 	"github.com/weirhq/weir/limits"
 	"github.com/weirhq/weir/schemas"
@@ -64,7 +66,7 @@ func TestSharesFollowVersionsAndTheLadder(t *testing.T) {
 				t.Errorf("at %v: mode %s, want %s", time.Duration(c.Load()), e.Mode(), want)
 			}
 		}
-		mode(enforcer.Isolated)
+		mode(enforcer.Floor)
 		go100("its part of the fleet", 0, 30)
 		e.Apply(enforcer.Update{TTL: 10 * time.Second, Shares: []schemas.Share{share(key, 5, 60, 60), {Rule: "nobody", Key: key}}})
 		mode(enforcer.Synced)
@@ -86,6 +88,101 @@ func TestSharesFollowVersionsAndTheLadder(t *testing.T) {
 		go100("the share holds again", 18*sec, 20)
 		e.Apply(enforcer.Update{TTL: 10 * time.Second, Shares: []schemas.Share{share(key, 7, 90, 90)}})
 		go100("all of it", 20*sec, 90)
+	})
+}
+
+// TestWithoutTheCentreAKeyHasTheLastKnownWeight goes down the ladder and up again, with a key that has a share and one that has none.
+func TestWithoutTheCentreAKeyHasTheLastKnownWeight(t *testing.T) {
+	keyed(t, func(t *testing.T, d []limits.Dimension, key string) {
+		for _, shared := range []bool{false, true} {
+			e, c := build(enforcer.Config{Fleet: 3, FloorAfter: time.Minute}, ninety(t, d, limits.Shared))
+			q := enforcer.Request{Tenant: "a", Cost: 1}
+			at := func(now int64, mode string, want int) {
+				t.Helper()
+				c.Store(now)
+				collect(e, now, false)
+				if got := ask(e, now+sec, q, 100); got != want || e.Mode() != mode {
+					t.Errorf("share %v, at %v: %d allowed in mode %s, want %d in %s", shared, time.Duration(now), got, e.Mode(), want, mode)
+				}
+			}
+			hear := func(gateways, weight int) {
+				e.Apply(enforcer.Update{Gateways: gateways, Weight: weight, TTL: 10 * time.Second})
+			}
+			synced := 30
+			if shared {
+				synced = 20
+				e.Apply(enforcer.Update{TTL: 10 * time.Second, Shares: []schemas.Share{share(key, 5, 10, 20)}})
+			}
+			hear(3, 600_000)
+			ask(e, 0, q, 100)
+			at(5*sec, enforcer.Stale, map[bool]int{false: 30, true: 20}[shared])
+			at(20*sec, enforcer.Isolated, 54) // it had a rate of 30 or 10 for ten seconds, then 54
+			at(60*sec, enforcer.Isolated, 54)
+			at(71*sec, enforcer.Floor, 30)
+			c.Store(80 * sec)
+			hear(3, 600_000)
+			at(85*sec, enforcer.Stale, synced)
+			at(95*sec, enforcer.Isolated, 54)
+			hear(9, 0) // a centre that does not know the weights yet
+			at(120*sec, enforcer.Isolated, 10)
+			c.Store(130 * sec)
+			hear(9, 50_000)
+			at(150*sec, enforcer.Isolated, 4)
+			at(210*sec, enforcer.Floor, 4) // the weight is less than the even part
+		}
+	})
+}
+
+// TestAFleetAloneKeepsTheLimit: gateways with any weights that add up to the whole, each on a rung of its own, admit no more than
+// the limit together, whatever comes, and one token more for each whose part of the burst is less than one.
+func TestAFleetAloneKeepsTheLimit(t *testing.T) {
+	keyed(t, func(t *testing.T, d []limits.Dimension, key string) {
+		rapid.Check(t, func(rt *rapid.T) {
+			tokens, burst := rapid.Int64Range(1, 100_000).Draw(rt, "tokens"), rapid.Int64Range(1, 1000).Draw(rt, "burst")
+			span := rapid.SampledFrom([]time.Duration{time.Second, time.Minute}).Draw(rt, "per")
+			n := rapid.IntRange(1, 12).Draw(rt, "gateways")
+			left, small := 1_000_000, int64(0)
+			var fleet []*enforcer.Enforcer
+			var clocks []*clock
+			for i := range n {
+				weight := rapid.IntRange(0, left).Draw(rt, "weight")
+				left -= weight
+				weight = max(weight, 1) // 0 would be an even part
+				if burst*int64(weight) < 1_000_000 || burst < int64(n) {
+					small++
+				}
+				e, c := build(enforcer.Config{Fleet: n, Weight: weight, FloorAfter: time.Duration(1+n-i) * time.Second},
+					policy(limits.Rule{Name: "c", Layer: limits.LayerContract, Key: d, Fixed: per(t, uint64(tokens), 1, span, burst)}))
+				fleet, clocks = append(fleet, e), append(clocks, c)
+			}
+			admitted := 0
+			for now := int64(0); now <= 10*sec; now += sec / 4 {
+				for i, e := range fleet {
+					clocks[i].Store(now)
+					collect(e, now, false)
+					admitted += ask(e, now, enforcer.Request{Tenant: "a", Cost: 1}, rapid.IntRange(0, 300).Draw(rt, "asked"))
+				}
+			}
+			if most := tokens*10*sec/int64(span) + 1 + burst + small; int64(admitted) > most {
+				rt.Fatalf("%d admitted in ten seconds, want at most %d", admitted, most)
+			}
+		})
+	})
+}
+
+// TestAGatewayRemembersItsWeight: one that starts while the centre is away has what an earlier life was told.
+func TestAGatewayRemembersItsWeight(t *testing.T) {
+	keyed(t, func(t *testing.T, d []limits.Dimension, key string) {
+		e, c := build(enforcer.Config{Fleet: 3, Weight: 600_000}, ninety(t, d, limits.Shared))
+		q := enforcer.Request{Tenant: "a", Cost: 1}
+		if got := ask(e, 0, q, 100); got != 54 || e.Mode() != enforcer.Isolated {
+			t.Errorf("%d allowed in mode %s, want 54 in isolated", got, e.Mode())
+		}
+		c.Store(11 * 60 * sec)
+		collect(e, c.Load(), false)
+		if got := ask(e, c.Load()+sec, q, 100); got != 30 || e.Mode() != enforcer.Floor {
+			t.Errorf("after eleven minutes: %d allowed in mode %s, want 30 in floor", got, e.Mode())
+		}
 	})
 }
 

@@ -20,8 +20,10 @@ import (
 type Config struct {
 	Stripes    int           // parts of a rule without key, one per core (GOMAXPROCS); 1 makes it exact: see pool
 	Fleet      int           // gateways that share the limits, until the centre says how many (1)
+	Weight     int           // millionths of each limit that an earlier life of this gateway was told to keep to without the centre (0: nothing is known)
 	StaleAfter time.Duration // silence of the centre that makes the mode stale (3s)
 	ShareTTL   time.Duration // silence after which shares no longer hold, where an update does not say (30s)
+	FloorAfter time.Duration // time without shares after which the weight no longer holds either (10m)
 	Ask        bool          // rules that are kept strictly are left to Settle; else this gateway's part of the limit decides
 	Clock      func() int64  // what Check's now is read from, for SetPolicy, Apply and Mode (Monotonic)
 }
@@ -117,11 +119,14 @@ type Enforcer struct {
 	grantsUntil atomic.Int64 // … and those that live by grants until then
 	heard       atomic.Int64 // instant of the last update
 
-	mu    sync.Mutex // guards changes of view, and what follows
-	epoch uint64     // of the newest centre that was heard
-	fleet int
-	ids   map[string]int // rule identity to id, for the life of the process
-	pools map[int]*pool  // by rule id
+	began int64 // by the clock
+
+	mu     sync.Mutex // guards changes of view, and what follows
+	epoch  uint64     // of the newest centre that was heard
+	fleet  int
+	weight int            // millionths of each limit, for when the centre is silent; 0 is an even part
+	ids    map[string]int // rule identity to id, for the life of the process
+	pools  map[int]*pool  // by rule id
 
 	collecting sync.Mutex
 	shards     [shardN]shard
@@ -141,12 +146,15 @@ func New(cfg Config) *Enforcer {
 	if cfg.ShareTTL <= 0 {
 		cfg.ShareTTL = 30 * time.Second
 	}
+	if cfg.FloorAfter <= 0 {
+		cfg.FloorAfter = 10 * time.Minute
+	}
 	if cfg.Clock == nil {
 		cfg.Clock = Monotonic
 	}
 	e := &Enforcer{
 		cfg: cfg, seed: rand.Uint64(), seed2: rand.Uint64(), hot: make(chan struct{}, 1),
-		fleet: cfg.Fleet, ids: map[string]int{}, pools: map[int]*pool{},
+		began: cfg.Clock(), fleet: cfg.Fleet, weight: min(max(cfg.Weight, 0), millionth), ids: map[string]int{}, pools: map[int]*pool{},
 	}
 	e.freshUntil.Store(math.MinInt64)
 	e.grantsUntil.Store(math.MinInt64)
@@ -167,10 +175,10 @@ func (e *Enforcer) SetPolicy(p *limits.Policy) {
 	e.change(p, e.cfg.Clock())
 }
 
-// change makes a policy or a new fleet size the view. e.mu is held.
+// change makes a policy, a fleet size or a rung the view. e.mu is held.
 func (e *Enforcer) change(p *limits.Policy, now int64) {
 	prev := e.view.Load()
-	v := e.compile(p, e.fleet, prev, now)
+	v := e.compile(p, prev, now)
 	for _, r := range v.byID {
 		if r != nil && r.pool != nil {
 			r.pool.restate(v.entry(v.entryFor(r, "")), now)

@@ -70,10 +70,13 @@ func (r *rule) applies(route string) bool {
 	return false
 }
 
-// view is a policy and a fleet size: what a Check needs to know beside the buckets. Only its list of entries grows.
+// view is a policy, a fleet size and a rung of the ladder: what a Check needs to know beside the buckets. Only its list of entries grows.
 type view struct {
 	policy  *limits.Policy
 	fleet   int
+	rung    string // Synced, Isolated or Floor
+	num     uint64 // of den: the part of a limit that a key without a share has
+	den     uint64
 	gen     uint32  // modulo 1<<12
 	since   int64   // when it came into force
 	rules   []*rule // all that there is to ask, in policy order
@@ -108,8 +111,9 @@ func identity(r *limits.Rule) string {
 }
 
 // compile makes the view that follows prev (nil at first). e.mu is held.
-func (e *Enforcer) compile(p *limits.Policy, fleet int, prev *view, now int64) *view {
-	v := &view{policy: p, fleet: fleet, since: now, index: map[entryKey]uint32{}}
+func (e *Enforcer) compile(p *limits.Policy, prev *view, now int64) *view {
+	v := &view{policy: p, fleet: e.fleet, rung: e.rung(now), since: now, index: map[entryKey]uint32{}}
+	v.num, v.den = e.part(v.rung)
 	if prev != nil {
 		v.gen = (prev.gen + 1) & genMask
 		v.prev.Store(prev)
@@ -136,7 +140,7 @@ func (e *Enforcer) compile(p *limits.Policy, fleet int, prev *view, now int64) *
 			local: src.Consistency == limits.Local, alone: []string{src.Name},
 			seed: hashString(e.seed, name), seed2: hashString(e.seed2, name), current: noLimit,
 		}
-		r.eager = !r.local && fleet > 1
+		r.eager = !r.local && v.fleet > 1
 		if !r.local {
 			r.onLoss = src.OnStoreLoss
 			r.strict = e.cfg.Ask && src.Consistency == limits.Strict && src.Mode == limits.Enforce
@@ -190,7 +194,7 @@ func (v *view) intern(whole bucket.Limit, local bool) uint32 {
 	}
 	ent := entry{limit: whole, whole: whole, local: local}
 	if !local {
-		ent.limit = whole.Part(1, uint64(v.fleet))
+		ent.limit = whole.Part(v.num, v.den)
 	}
 	i := uint32(len(list))
 	list = append(list, ent) // readers of the shorter list do not look where this writes

@@ -228,7 +228,7 @@ func reportFromProto(body []byte) (*Report, error) {
 
 // EncodeThrottleUpdate returns u as protobuf.
 func EncodeThrottleUpdate(u *ThrottleUpdate) ([]byte, error) {
-	p := &weirpb.ThrottleUpdate{Gateways: uint32(u.Gateways), TtlMs: u.TTL.Milliseconds(), Snapshot: u.Snapshot, Epoch: u.Epoch, Frozen: u.Frozen, Shares: make([]*weirpb.Share, len(u.Shares))}
+	p := &weirpb.ThrottleUpdate{Gateways: uint32(u.Gateways), TtlMs: u.TTL.Milliseconds(), Snapshot: u.Snapshot, Epoch: u.Epoch, Frozen: u.Frozen, WeightPpm: uint32(u.Weight), Shares: make([]*weirpb.Share, len(u.Shares))}
 	for i := range u.Shares {
 		s := &u.Shares[i]
 		p.Shares[i] = &weirpb.Share{Rule: s.Rule, Key: s.Key, Version: s.Version, RateNanos: s.RateNanos, Burst: s.Burst,
@@ -250,7 +250,10 @@ func DecodeThrottleUpdate(b []byte) (*ThrottleUpdate, error) {
 	if p.TtlMs <= 0 || p.Gateways == 0 {
 		return nil, fmt.Errorf("decode throttle update: ttl %d ms and %d gateways, want both above 0", p.TtlMs, p.Gateways)
 	}
-	u := &ThrottleUpdate{Gateways: int(p.Gateways), TTL: time.Duration(p.TtlMs) * time.Millisecond, Snapshot: p.Snapshot, Epoch: p.Epoch, Frozen: p.Frozen, Shares: make([]Share, len(p.Shares))}
+	if p.WeightPpm > 1e6 {
+		return nil, fmt.Errorf("decode throttle update: a weight of %d millionths, want at most all of them", p.WeightPpm)
+	}
+	u := &ThrottleUpdate{Gateways: int(p.Gateways), TTL: time.Duration(p.TtlMs) * time.Millisecond, Snapshot: p.Snapshot, Epoch: p.Epoch, Frozen: p.Frozen, Weight: int(p.WeightPpm), Shares: make([]Share, len(p.Shares))}
 	for i, s := range p.Shares {
 		if s.RateNanos < 0 || s.Burst < 0 {
 			return nil, fmt.Errorf("decode throttle update: share of %s %q is negative", s.Rule, s.Key)

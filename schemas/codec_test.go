@@ -74,7 +74,7 @@ func TestReleasedFixtures(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	u := &ThrottleUpdate{Gateways: 3, TTL: 5 * time.Second, Snapshot: true, Epoch: 6, Frozen: true, Shares: []Share{{Rule: "contract", Key: "acme", Version: 9, RateNanos: 1, Burst: 2, LimitRateNanos: 3, LimitBurst: 4, Reason: "demand", Level: -7, Granted: 11, Grant: 13}}}
+	u := &ThrottleUpdate{Gateways: 3, TTL: 5 * time.Second, Snapshot: true, Epoch: 6, Frozen: true, Weight: 250_000, Shares: []Share{{Rule: "contract", Key: "acme", Version: 9, RateNanos: 1, Burst: 2, LimitRateNanos: 3, LimitBurst: 4, Reason: "demand", Level: -7, Granted: 11, Grant: 13}}}
 	upb, err := EncodeThrottleUpdate(u)
 	if err != nil {
 		t.Fatal(err)
@@ -480,10 +480,11 @@ func TestB020NamesThatCannotStandInASubject(t *testing.T) {
 
 func TestThrottleUpdatesThatNoCentreSends(t *testing.T) {
 	for name, u := range map[string]*ThrottleUpdate{
-		"no time to live":  {Gateways: 1},
-		"no gateways":      {TTL: time.Second},
-		"a negative share": {Gateways: 1, TTL: time.Second, Shares: []Share{{RateNanos: -1}}},
-		"a negative burst": {Gateways: 1, TTL: time.Second, Shares: []Share{{Burst: -1}}},
+		"no time to live":    {Gateways: 1},
+		"no gateways":        {TTL: time.Second},
+		"a negative share":   {Gateways: 1, TTL: time.Second, Shares: []Share{{RateNanos: -1}}},
+		"a weight above all": {Gateways: 1, TTL: time.Second, Weight: 1_000_001},
+		"a negative burst":   {Gateways: 1, TTL: time.Second, Shares: []Share{{Burst: -1}}},
 	} {
 		b, err := EncodeThrottleUpdate(u)
 		if err != nil {

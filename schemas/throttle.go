@@ -10,6 +10,7 @@ type ThrottleUpdate struct {
 	Snapshot bool          // every live share of the gateway, in answer to a request
 	Epoch    uint64        // of the centre: gateways ignore an update of an older one than the last they saw; 0 is of none
 	Frozen   bool          // the centre makes no grants now: a share that lives by them (one without a rate) holds no longer
+	Weight   int           // millionths of each limit that the gateway keeps to when it hears the centre no longer; 0 is one part in Gateways
 	Shares   []Share
 }
 
@@ -37,7 +38,7 @@ type Heartbeat struct {
 	Boot           string
 	SentAt         time.Time
 	PolicyVersion  uint64
-	Mode           string        // synced, stale, isolated or local; stopped in the last one of a gateway that is shut down
+	Mode           string        // synced, stale, isolated, floor or local; stopped in the last one of a gateway that is shut down
 	ClockOffset    time.Duration // the centre's clock less the gateway's, round trip taken out
 	ClockError     time.Duration // the offset is within this
 	ClockKnown     bool

@@ -37,7 +37,7 @@ func appendPolicy(dst []byte, rule string, l bucket.Limit, mode string) []byte {
 		dst = append(dst, ";w="...)
 		dst = strconv.AppendInt(dst, w, 10)
 	}
-	if mode == enforcer.Stale || mode == enforcer.Isolated {
+	if enforcer.Alone(mode) {
 		dst = append(dst, `;weir-mode="`...)
 		dst = append(dst, mode...)
 		dst = append(dst, '"')

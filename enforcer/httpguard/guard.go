@@ -44,7 +44,7 @@ type Config struct {
 	Clock func() int64     // the enforcer's clock (enforcer.Monotonic)
 	// Settle makes a decision that Check left open because the centre is to be asked: Enforcer.Settle. Needed with enforcer.Config.Ask.
 	Settle func(ctx context.Context, now int64, r *enforcer.Request, d enforcer.Decision) enforcer.Decision
-	Mode   func() string // the enforcer's rung; stale and isolated show in RateLimit-Policy (enforcer.Synced)
+	Mode   func() string // the enforcer's rung; stale, isolated and floor show in RateLimit-Policy (enforcer.Synced)
 }
 
 // Metrics may be shared by several gateways of one process. Labels are the policy's own words, never a caller's.

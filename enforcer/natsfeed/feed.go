@@ -34,7 +34,7 @@ type Config struct {
 	Grace    time.Duration // after the start: a centre that was not heard yet is no news (3s)
 	TakeWait time.Duration // for an answer about one request (5ms)
 
-	FleetFile string           // where the size of the fleet is kept over a restart; "" keeps it nowhere
+	FleetFile string           // where what is known of the fleet is kept over a restart; "" keeps it nowhere
 	Now       func() time.Time // the gateway's wall clock (time.Now)
 }
 
@@ -58,13 +58,10 @@ func (c Config) withDefaults() Config {
 
 // Status is what a heartbeat says of its gateway.
 type Status struct {
-	Mode          string // synced, stale, isolated or local
+	Mode          string // synced, stale, isolated, floor or local
 	PolicyVersion uint64
 	Pending       uint64 // reports sealed and not yet acknowledged
 }
-
-// alone says whether a gateway in mode needs the centre and does not hear it.
-func alone(mode string) bool { return mode == enforcer.Stale || mode == enforcer.Isolated }
 
 // queue is how many messages may wait to be applied. What does not fit is dropped, noticed and asked for.
 const queue = 4096
@@ -76,7 +73,7 @@ const stopped = "stopped"
 type Metrics struct {
 	Updates  *prometheus.CounterVec // kind: update, snapshot, malformed
 	Asked    prometheus.Counter     // requests for a snapshot
-	Degraded prometheus.Gauge       // raised while a gateway is stale or isolated; the wiring puts weir_degraded{part} here
+	Degraded prometheus.Gauge       // raised while a gateway is stale, isolated or on the floor; the wiring puts weir_degraded{part} here
 }
 
 // NewMetrics registers the metrics with reg.
@@ -128,14 +125,14 @@ func (f *Feed) Run(ctx context.Context) error {
 	defer side.Wait()
 	defer cancel()
 
-	fleet := make(chan int, 1)
+	fleet := make(chan Fleet, 1)
 	side.Go(func() { f.keepFleet(ctx, fleet) })
 	side.Go(func() { f.measure(ctx) })
 	return f.listen(ctx, fleet)
 }
 
 // listen is the loop of updates, snapshots and heartbeats.
-func (f *Feed) listen(ctx context.Context, fleet chan int) (err error) {
+func (f *Feed) listen(ctx context.Context, fleet chan Fleet) (err error) {
 	// Both subscriptions fill one channel: updates are applied in the order in which they came.
 	messages := make(chan *nats.Msg, queue)
 	inbox := f.nc.NewInbox()
@@ -189,11 +186,11 @@ func (f *Feed) listen(ctx context.Context, fleet chan int) (err error) {
 				wait = f.cfg.RetryMin
 				ask.Reset(f.cfg.Resync + rand.N(f.cfg.Resync/4+1))
 			}
-			select { // only the newest size waits to be kept
+			select { // only the newest waits to be kept
 			case <-fleet:
 			default:
 			}
-			fleet <- u.Gateways
+			fleet <- fleetOf(u)
 		case <-heartbeat.C:
 			mode.see(f.beat())
 			if n := dropped(subs); n > lost {
@@ -297,24 +294,24 @@ type modeLog struct {
 }
 
 func (l *modeLog) see(s Status) {
-	if s.Mode == l.last || l.last == "" && alone(s.Mode) && time.Now().Before(l.quiet) {
+	if s.Mode == l.last || l.last == "" && enforcer.Alone(s.Mode) && time.Now().Before(l.quiet) {
 		return
 	}
 	was, lasted := l.last, time.Since(l.since).Round(time.Millisecond)
 	first := was == ""
 	l.last, l.since = s.Mode, time.Now()
 	switch {
-	case alone(s.Mode) && !l.raised:
+	case enforcer.Alone(s.Mode) && !l.raised:
 		l.raised = true
 		l.degraded.Inc()
-	case !alone(s.Mode) && l.raised:
+	case !enforcer.Alone(s.Mode) && l.raised:
 		l.raised = false
 		l.degraded.Dec()
 	}
 	switch {
-	case alone(s.Mode) && first:
+	case enforcer.Alone(s.Mode) && first:
 		l.log.Error("throttling without the centre: this gateway keeps to its own part of each limit", "mode", s.Mode)
-	case alone(s.Mode):
+	case enforcer.Alone(s.Mode):
 		l.log.Error("throttling without the centre: this gateway keeps to its own part of each limit", "mode", s.Mode, "was", was, "for", lasted)
 	case s.Mode == enforcer.Local:
 		l.log.Info("throttling without a centre: no limit of the policy is shared", "mode", s.Mode)

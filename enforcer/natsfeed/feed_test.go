@@ -439,7 +439,7 @@ func TestModeIsToldOncePerChange(t *testing.T) {
 	for i, step := range []struct {
 		mode     string
 		degraded float64
-	}{{"isolated", 1}, {"synced", 0}, {"stale", 1}, {"isolated", 1}, {"synced", 0}, {"stale", 1}} {
+	}{{"isolated", 1}, {"synced", 0}, {"stale", 1}, {"isolated", 1}, {"floor", 1}, {"synced", 0}, {"stale", 1}} {
 		set(step.mode)
 		eventually(t, step.mode+" told", func() bool { return out.count("throttling with") == i+1 })
 		if got := testutil.ToFloat64(m.Degraded); got != step.degraded {
@@ -447,11 +447,11 @@ func TestModeIsToldOncePerChange(t *testing.T) {
 		}
 	}
 	time.Sleep(10 * f.cfg.Heartbeat)
-	if n := out.count("throttling with"); n != 6 {
-		t.Errorf("%d lines about the mode, want 6, one per change:\n%s", n, out.String())
+	if n := out.count("throttling with"); n != 7 {
+		t.Errorf("%d lines about the mode, want 7, one per change:\n%s", n, out.String())
 	}
-	if n := out.count("level=ERROR"); n != 4 {
-		t.Errorf("%d of them are errors, want 4:\n%s", n, out.String())
+	if n := out.count("level=ERROR"); n != 5 {
+		t.Errorf("%d of them are errors, want 5:\n%s", n, out.String())
 	}
 	cancel()
 	if err := <-done; err != nil {
@@ -472,15 +472,19 @@ func (l *lines) Write(p []byte) (int, error) { l.mu.Lock(); defer l.mu.Unlock();
 func (l *lines) String() string              { l.mu.Lock(); defer l.mu.Unlock(); return l.b.String() }
 func (l *lines) count(s string) int          { return strings.Count(l.String(), s) }
 
-func TestTheFleetSizeOutlivesTheProcess(t *testing.T) {
+func TestTheFleetOutlivesTheProcess(t *testing.T) {
 	srv := embeddedtest.NATS(t)
 	c := newCentre(t, srv.URL())
 	file := filepath.Join(t.TempDir(), "fleet")
 	cfg := fast(Config{Gateway: "g1", FleetFile: file})
 	start(t, newFeed(t, cfg, connect(t, srv.URL()), new(applied).apply, isSynced, embeddedtest.Log(t)))
-	for _, n := range []int{1, 3, 2} {
-		c.push("g1", &schemas.ThrottleUpdate{Gateways: n, TTL: time.Minute})
-		eventually(t, "the size kept", func() bool { got, err := ReadFleet(file); return err == nil && got == n })
+	for _, told := range []Fleet{{1, 0}, {3, 0}, {3, 600_000}, {3, 20_000}, {2, 0}} {
+		c.push("g1", &schemas.ThrottleUpdate{Gateways: told.Gateways, Weight: told.Weight, TTL: time.Minute})
+		want := told
+		if told.Weight == 0 {
+			want.Weight = 1_000_000 / told.Gateways
+		}
+		eventually(t, "the fleet kept", func() bool { got, err := ReadFleet(file); return err == nil && got == want })
 	}
 	if left, err := filepath.Glob(filepath.Join(filepath.Dir(file), ".fleet-*")); err != nil || len(left) > 0 {
 		t.Errorf("temporary files left: %v %v", left, err)
@@ -489,16 +493,17 @@ func TestTheFleetSizeOutlivesTheProcess(t *testing.T) {
 
 func TestReadFleet(t *testing.T) {
 	dir := t.TempDir()
-	if n, err := ReadFleet(filepath.Join(dir, "none")); n != 0 || err != nil {
-		t.Errorf("ReadFleet of no file = %d, %v, want 0, nil", n, err)
+	if f, err := ReadFleet(filepath.Join(dir, "none")); f != (Fleet{}) || err != nil {
+		t.Errorf("ReadFleet of no file = %v, %v, want nothing, nil", f, err)
 	}
-	for text, want := range map[string]int{"3\n": 3, "12": 12, "": 0, "0": 0, "-1": 0, "3.5": 0, "many": 0, "99999999999": 0, "3\x00\x00": 0} {
+	for text, want := range map[string]Fleet{"4\n": {4, 250_000}, "12 500\n": {12, 500}, "1 1000000": {1, 1_000_000}, "": {}, "0": {}, "-1": {}, "3.5": {}, "many": {}, "99999999999": {},
+		"3\x00\x00": {}, "3 0": {}, "3 1000001": {}, "3 -4": {}, "3 x": {}, "3 4 5": {}, "0 9": {}} {
 		file := filepath.Join(dir, "fleet")
 		if err := os.WriteFile(file, []byte(text), 0o600); err != nil {
 			t.Fatal(err)
 		}
-		if n, err := ReadFleet(file); n != want || (err == nil) != (want > 0) {
-			t.Errorf("ReadFleet of %q = %d, %v, want %d", text, n, err, want)
+		if f, err := ReadFleet(file); f != want || (err == nil) != (want != Fleet{}) {
+			t.Errorf("ReadFleet of %q = %v, %v, want %v", text, f, err, want)
 		}
 	}
 }

@@ -9,40 +9,67 @@ import (
 	"path/filepath"
 	"strconv"
 	"strings"
+
+	"github.com/weirhq/weir/schemas"
 )
 
 // maxFleet is more gateways than any fleet has.
 const maxFleet = 1 << 20
 
-// ReadFleet is the size of the fleet that a feed kept in file, 0 when it never heard of one. A gateway that starts while the
-// centre is away divides every limit by it, so that a fleet that restarts does not admit each limit many times over.
-func ReadFleet(file string) (int, error) {
-	b, err := os.ReadFile(file)
-	if errors.Is(err, fs.ErrNotExist) {
-		return 0, nil
-	}
-	if err != nil {
-		return 0, fmt.Errorf("read the last known size of the fleet: %w", err)
-	}
-	n, err := strconv.Atoi(strings.TrimSpace(string(b)))
-	if err != nil || n < 1 || n > maxFleet {
-		return 0, fmt.Errorf("read the last known size of the fleet: %s holds %.40q, want a number of gateways", file, b)
-	}
-	return n, nil
+// Fleet is what a gateway last heard of its fleet. The zero value is nothing.
+type Fleet struct {
+	Gateways int
+	Weight   int // of this one, in millionths of each limit
 }
 
-// writeFleet keeps n in file. A crash leaves the old file or the new one, nothing between.
-func writeFleet(file string, n int) (err error) {
+// fleetOf is what u says of the fleet.
+func fleetOf(u *schemas.ThrottleUpdate) Fleet {
+	f := Fleet{u.Gateways, u.Weight}
+	if f.Weight == 0 {
+		f.Weight = max(whole/f.Gateways, 1)
+	}
+	return f
+}
+
+// whole is the sum of a fleet's weights.
+const whole = 1_000_000
+
+// ReadFleet is what a feed kept in file, nothing when it never heard of a fleet. A gateway that starts while the centre is away
+// keeps to it, so that a fleet that restarts does not admit each limit many times over.
+func ReadFleet(file string) (Fleet, error) {
+	b, err := os.ReadFile(file)
+	if errors.Is(err, fs.ErrNotExist) {
+		return Fleet{}, nil
+	}
+	if err != nil {
+		return Fleet{}, fmt.Errorf("read the last known fleet: %w", err)
+	}
+	gateways, weight, weighted := strings.Cut(strings.TrimSpace(string(b)), " ")
+	n, err := strconv.Atoi(gateways)
+	f := Fleet{Gateways: n}
+	if weighted && err == nil {
+		f.Weight, err = strconv.Atoi(weight)
+	} else if n > 0 {
+		f.Weight = max(whole/n, 1)
+	}
+	if err != nil || n < 1 || n > maxFleet || f.Weight < 1 || f.Weight > whole {
+		return Fleet{}, fmt.Errorf("read the last known fleet: %s holds %.40q, want a number of gateways and the millionths of this one", file, b)
+	}
+	return f, nil
+}
+
+// writeFleet keeps fleet in file. A crash leaves the old file or the new one, nothing between.
+func writeFleet(file string, fleet Fleet) (err error) {
 	f, err := os.CreateTemp(filepath.Dir(file), ".fleet-*")
 	if err != nil {
-		return fmt.Errorf("keep the size of the fleet: %w", err)
+		return fmt.Errorf("keep the last known fleet: %w", err)
 	}
 	defer func() {
 		if err != nil {
-			err = fmt.Errorf("keep the size of the fleet: %w", errors.Join(err, os.Remove(f.Name())))
+			err = fmt.Errorf("keep the last known fleet: %w", errors.Join(err, os.Remove(f.Name())))
 		}
 	}()
-	_, err = f.WriteString(strconv.Itoa(n) + "\n")
+	_, err = fmt.Fprintf(f, "%d %d\n", fleet.Gateways, fleet.Weight)
 	if err == nil {
 		err = f.Sync()
 	}
@@ -52,24 +79,24 @@ func writeFleet(file string, n int) (err error) {
 	return os.Rename(f.Name(), file)
 }
 
-// keepFleet writes each new size down, beside the loop that applies updates, which no disk may hold up.
-func (f *Feed) keepFleet(ctx context.Context, sizes <-chan int) {
+// keepFleet writes each change down, beside the loop that applies updates, which no disk may hold up.
+func (f *Feed) keepFleet(ctx context.Context, news <-chan Fleet) {
 	if f.cfg.FleetFile == "" {
-		<-ctx.Done() // sizes are replaced in the channel
+		<-ctx.Done() // news are replaced in the channel
 		return
 	}
-	kept, told := 0, false
+	kept, told := Fleet{}, false
 	for {
 		select {
 		case <-ctx.Done():
 			return
-		case n := <-sizes:
+		case n := <-news:
 			if n == kept {
 				continue
 			}
 			if err := writeFleet(f.cfg.FleetFile, n); err != nil {
 				if !told {
-					f.log.Warn("a restart while the centre is away will not know the size of the fleet", "err", err)
+					f.log.Warn("a restart while the centre is away will not know the fleet", "err", err)
 				}
 				told = true
 				continue

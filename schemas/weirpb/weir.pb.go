@@ -519,12 +519,13 @@ func (x *Rejection) GetInstance() string {
 // ThrottleUpdate says what part of each limit a gateway may spend, on weir.throttle.v1.<gateway>.
 type ThrottleUpdate struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
-	Gateways      uint32                 `protobuf:"varint,1,opt,name=gateways,proto3" json:"gateways,omitempty"`          // gateways alive, this one included: the divisor for keys without a share
-	TtlMs         int64                  `protobuf:"zigzag64,2,opt,name=ttl_ms,json=ttlMs,proto3" json:"ttl_ms,omitempty"` // how long the shares hold without another message from the centre
-	Snapshot      bool                   `protobuf:"varint,3,opt,name=snapshot,proto3" json:"snapshot,omitempty"`          // every live share of the gateway, in answer to a request
-	Shares        []*Share               `protobuf:"bytes,4,rep,name=shares,proto3" json:"shares,omitempty"`               // none is a sign of life
-	Epoch         uint64                 `protobuf:"varint,5,opt,name=epoch,proto3" json:"epoch,omitempty"`                // of the centre: an update of an older one than the last seen is ignored; 0 is of none
-	Frozen        bool                   `protobuf:"varint,6,opt,name=frozen,proto3" json:"frozen,omitempty"`              // the centre makes no grants now: a share that lives by them holds no longer
+	Gateways      uint32                 `protobuf:"varint,1,opt,name=gateways,proto3" json:"gateways,omitempty"`                    // gateways alive, this one included: the divisor for keys without a share
+	TtlMs         int64                  `protobuf:"zigzag64,2,opt,name=ttl_ms,json=ttlMs,proto3" json:"ttl_ms,omitempty"`           // how long the shares hold without another message from the centre
+	Snapshot      bool                   `protobuf:"varint,3,opt,name=snapshot,proto3" json:"snapshot,omitempty"`                    // every live share of the gateway, in answer to a request
+	Shares        []*Share               `protobuf:"bytes,4,rep,name=shares,proto3" json:"shares,omitempty"`                         // none is a sign of life
+	Epoch         uint64                 `protobuf:"varint,5,opt,name=epoch,proto3" json:"epoch,omitempty"`                          // of the centre: an update of an older one than the last seen is ignored; 0 is of none
+	Frozen        bool                   `protobuf:"varint,6,opt,name=frozen,proto3" json:"frozen,omitempty"`                        // the centre makes no grants now: a share that lives by them holds no longer
+	WeightPpm     uint32                 `protobuf:"varint,7,opt,name=weight_ppm,json=weightPpm,proto3" json:"weight_ppm,omitempty"` // millionths of each limit that the gateway keeps to when it hears the centre no longer; 0 is 1/gateways
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -599,6 +600,13 @@ func (x *ThrottleUpdate) GetFrozen() bool {
 		return x.Frozen
 	}
 	return false
+}
+
+func (x *ThrottleUpdate) GetWeightPpm() uint32 {
+	if x != nil {
+		return x.WeightPpm
+	}
+	return 0
 }
 
 // Share is a gateway's part of one key's limit.
@@ -732,7 +740,7 @@ type Heartbeat struct {
 	Boot           string                 `protobuf:"bytes,1,opt,name=boot,proto3" json:"boot,omitempty"`
 	SentAtNs       int64                  `protobuf:"zigzag64,2,opt,name=sent_at_ns,json=sentAtNs,proto3" json:"sent_at_ns,omitempty"`
 	PolicyVersion  uint64                 `protobuf:"varint,3,opt,name=policy_version,json=policyVersion,proto3" json:"policy_version,omitempty"`
-	Mode           string                 `protobuf:"bytes,4,opt,name=mode,proto3" json:"mode,omitempty"`                                             // synced, stale, isolated or local
+	Mode           string                 `protobuf:"bytes,4,opt,name=mode,proto3" json:"mode,omitempty"`                                             // synced, stale, isolated, floor or local
 	ClockOffsetNs  int64                  `protobuf:"zigzag64,5,opt,name=clock_offset_ns,json=clockOffsetNs,proto3" json:"clock_offset_ns,omitempty"` // the centre's clock less the gateway's, round trip taken out
 	ClockErrorNs   int64                  `protobuf:"zigzag64,6,opt,name=clock_error_ns,json=clockErrorNs,proto3" json:"clock_error_ns,omitempty"`    // half the round trip: the offset is within this
 	ClockKnown     bool                   `protobuf:"varint,7,opt,name=clock_known,json=clockKnown,proto3" json:"clock_known,omitempty"`
@@ -1086,14 +1094,16 @@ const file_weir_v1_weir_proto_rawDesc = "" +
 	"\x06client\x18\b \x01(\tR\x06client\x12$\n" +
 	"\x0eretry_after_ms\x18\t \x01(\x12R\fretryAfterMs\x12\x1a\n" +
 	"\binstance\x18\n" +
-	" \x01(\tR\binstance\"\xb5\x01\n" +
+	" \x01(\tR\binstance\"\xd4\x01\n" +
 	"\x0eThrottleUpdate\x12\x1a\n" +
 	"\bgateways\x18\x01 \x01(\rR\bgateways\x12\x15\n" +
 	"\x06ttl_ms\x18\x02 \x01(\x12R\x05ttlMs\x12\x1a\n" +
 	"\bsnapshot\x18\x03 \x01(\bR\bsnapshot\x12&\n" +
 	"\x06shares\x18\x04 \x03(\v2\x0e.weir.v1.ShareR\x06shares\x12\x14\n" +
 	"\x05epoch\x18\x05 \x01(\x04R\x05epoch\x12\x16\n" +
-	"\x06frozen\x18\x06 \x01(\bR\x06frozen\"\xa5\x02\n" +
+	"\x06frozen\x18\x06 \x01(\bR\x06frozen\x12\x1d\n" +
+	"\n" +
+	"weight_ppm\x18\a \x01(\rR\tweightPpm\"\xa5\x02\n" +
 	"\x05Share\x12\x12\n" +
 	"\x04rule\x18\x01 \x01(\tR\x04rule\x12\x10\n" +
 	"\x03key\x18\x02 \x01(\tR\x03key\x12\x18\n" +

@@ -531,8 +531,9 @@ func (c *centre) call(wait int64, f func()) {
 			if len(u.Shares) == 0 {
 				c.tell(wait, c.casts[end].gateway, u)
 			}
-			all.Gateways, all.TTL = u.Gateways, u.TTL
-			all.Shares = append(all.Shares, u.Shares...)
+			shares := append(all.Shares, u.Shares...)
+			all = *u
+			all.Shares = shares
 		}
 		slices.SortFunc(all.Shares, byKey)
 		for part := range slices.Chunk(all.Shares, sharesPerMessage) {

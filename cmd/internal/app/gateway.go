@@ -73,7 +73,7 @@ func NewGateway(cfg GatewayConfig, policy *Policy, nc *nats.Conn, m *Metrics, st
 		return nil, err
 	}
 	g := &Gateway{Name: cfg.Name, Boot: rand.Text()}
-	g.enforcer = enforcer.New(enforcer.Config{Fleet: fleet, Ask: true, Clock: cfg.Clock})
+	g.enforcer = enforcer.New(enforcer.Config{Fleet: fleet.Gateways, Weight: fleet.Weight, Ask: true, Clock: cfg.Clock})
 	policy.Enforce(g.enforcer)
 	pub, err := jetstream.NewPublisher(nc, cfg.Name, m.streams)
 	if err != nil {
@@ -130,22 +130,26 @@ func NewGateway(cfg GatewayConfig, policy *Policy, nc *nats.Conn, m *Metrics, st
 	return g, nil
 }
 
-// lastFleet is the file where the size of the fleet is kept, and the size to begin with.
-func lastFleet(cfg GatewayConfig, log *slog.Logger) (file string, fleet int, err error) {
-	fleet = max(cfg.Fleet, 1)
+// lastFleet is the file where is kept what is known of the fleet, and what to begin with: what an earlier life was told, unless
+// the operator says that there are more gateways by now.
+func lastFleet(cfg GatewayConfig, log *slog.Logger) (file string, fleet natsfeed.Fleet, err error) {
+	fleet.Gateways = max(cfg.Fleet, 1)
 	if cfg.Data == "" {
 		return "", fleet, nil
 	}
 	dir := filepath.Join(cfg.Data, "gateways", cfg.Name)
 	if err := os.MkdirAll(dir, 0o755); err != nil {
-		return "", 0, fmt.Errorf("make the folder of gateway %s: %w", cfg.Name, err)
+		return "", fleet, fmt.Errorf("make the folder of gateway %s: %w", cfg.Name, err)
 	}
 	file = filepath.Join(dir, "fleet")
 	known, err := natsfeed.ReadFleet(file)
 	if err != nil {
-		log.Warn("the last known size of the fleet is not used", "fleet", fleet, "err", err)
+		log.Warn("the last known fleet is not used", "gateways", fleet.Gateways, "err", err)
 	}
-	return file, max(known, fleet), nil
+	if known.Gateways >= fleet.Gateways {
+		fleet = known
+	}
+	return file, fleet, nil
 }
 
 // Ready says that the gateway can decide, which needs nobody else.

@@ -1,2 +1,2 @@
 êN"(
-contractacme	 (08BdemandHPX(0
+contractacme	 (08BdemandHPX(08ê°

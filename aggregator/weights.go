@@ -1,0 +1,125 @@
+package aggregator
+
+import (
+	"cmp"
+	"slices"
+	"time"
+
+	"github.com/weirhq/weir/schemas"
+)
+
+// Whole is the sum of a fleet's weights.
+const Whole = 1_000_000
+
+// Weigh returns the weight of each gateway in a fleet that took these tokens, in millionths of each limit: what it keeps to when it
+// hears the centre no longer. Weights go by what was taken, but nobody has less than a quarter of the even part, for load moves
+// while the centre is away, too. They add up to Whole or a little less.
+func Weigh(taken []float64) []int {
+	weights, order := make([]int, len(taken)), make([]int, len(taken))
+	sum := 0.0
+	for i, t := range taken {
+		order[i] = i
+		sum += t
+	}
+	slices.SortFunc(order, func(a, b int) int { return cmp.Compare(taken[a], taken[b]) })
+	rest, floor := Whole, Whole/(4*max(len(taken), 1))
+	for n, i := range order { // those below the floor come first, and what they get the others do not
+		if left := len(order) - n; sum <= 0 {
+			weights[i] = rest / left
+		} else {
+			weights[i] = max(int(float64(rest)*min(taken[i]/sum, 1)), min(floor, rest/left))
+		}
+		rest, sum = rest-weights[i], sum-taken[i]
+	}
+	return weights
+}
+
+const (
+	weighEvery = 10 * time.Second // the fleet is weighed
+	weighKeeps = 0.8              // of what was taken before, each time: a mean over most of a minute
+	weighLag   = 2                // keepalives that a smaller weight is ahead of the larger ones that it makes room for
+	weighSlack = 5                // a change by less than one part in this is none
+)
+
+// weights are those of a fleet.
+type weights struct {
+	fleet  []string
+	lately map[string]float64 // tokens that each gateway took since the last weighing …
+	taken  map[string]float64 // … and before it, less and less of what is long ago
+	at     time.Time          // of the last weighing
+	told   map[string]int     // millionths by gateway; none before anything is known
+	next   map[string]int     // what is told after lag more keepalives
+	lag    int
+}
+
+// count notes what a gateway took.
+func (w *weights) count(r *schemas.Report) {
+	if w.lately == nil {
+		w.lately = make(map[string]float64)
+	}
+	for i := range r.Tokens {
+		if t := &r.Tokens[i]; shared(t) {
+			w.lately[r.Gateway] += float64(t.Taken)
+		}
+	}
+}
+
+// step weighs the fleet, which is in order, when it is time to or another one than before. It is called once a keepalive.
+//
+// A weight grows some keepalives after those that it takes from have shrunk: a fleet that loses the centre meanwhile, or a gateway
+// that misses one message, does not have more than all of a limit.
+func (w *weights) step(fleet []string, now time.Time) {
+	if w.lag > 0 {
+		if w.lag--; w.lag == 0 {
+			w.told = w.next
+		}
+	}
+	if w.at.IsZero() {
+		w.at = now
+	}
+	same := slices.Equal(fleet, w.fleet)
+	if due := now.Sub(w.at) >= weighEvery; due {
+		w.at = now
+		w.forget()
+	} else if same {
+		return
+	}
+	w.fleet = fleet
+	if len(w.taken) == 0 {
+		return
+	}
+	taken := make([]float64, len(fleet))
+	for i, g := range fleet {
+		taken[i] = w.taken[g]
+	}
+	next, told, moved := make(map[string]int, len(fleet)), make(map[string]int, len(fleet)), !same
+	for i, weight := range Weigh(taken) {
+		g := fleet[i]
+		next[g], told[g] = weight, weight
+		if was, ok := w.told[g]; ok {
+			told[g] = min(was, weight)
+			moved = moved || abs(int64(w.next[g]-weight)) > int64(w.next[g]/weighSlack)
+		} else {
+			moved = true
+		}
+	}
+	if moved {
+		w.told, w.next, w.lag = told, next, weighLag
+	}
+}
+
+// forget adds what was taken lately to what was before. A while in which nothing was says nothing.
+func (w *weights) forget() {
+	sum := 0.0
+	for _, n := range w.lately {
+		sum += n
+	}
+	if sum == 0 {
+		return
+	}
+	taken := make(map[string]float64, len(w.fleet))
+	for _, g := range w.fleet {
+		taken[g] = weighKeeps*w.taken[g] + w.lately[g]
+	}
+	w.taken, w.lately = taken, nil
+}

@@ -1,0 +1,48 @@
+package accuracy
+
+import (
+	"testing"
+
+
+	"github.com/weirhq/weir/limits"
+)
+
+// TestAFleetAloneAdmitsWhatItDid: a fleet of which one gateway has nine tenths of the load loses the centre, and each gateway goes on
+// with about what it had.
+func TestAFleetAloneAdmitsWhatItDid(t *testing.T) {
+	for _, c := range []struct {
+		demand, least float64 // in parts of the limit
+		mode          limits.Consistency
+	}{{1.5, 0.9, limits.Shared}, {0.9, 0.92, limits.Shared}, {1.5, 0.9, limits.Lease}} {
+		sc := skewed("alone", "", 10, c.demand)
+		sc.most, sc.keys, sc.tokens, sc.per, sc.burst, sc.seconds = 10, 1, 1000, 1e9, 1000, 80
+		sc.fill = func(sc *scenario, g *generator) {
+			for i := range 10 {
+				part := 0.1 / 9
+				if i == 1 {
+					part = 0.9
+				}
+				g.flow(i, 0, part*c.demand*sc.perSecond(), 0, 80)
+			}
+		}
+		sc.happenings = []happening{{40 * s, centreDown, 0}, {70 * s, centreUp, 0}}
+		w, perfect := runOn(sc, 1, newWeir(c.mode))
+		count := func(admitted []bool, from, to int64) (n float64) {
+			for i := range w.arrivals {
+				if at := w.arrivals[i].at; admitted[i] && at >= from*s && at < to*s {
+					n++
+				}
+			}
+			return n
+		}
+		alone := count(w.admitted, 45, 70) / count(perfect, 45, 70)
+		after := count(w.admitted, 74, 80) / count(perfect, 74, 80)
+		t.Logf("%v, %.1f × the limit: %.3f of it alone, %.3f with the centre again", c.mode, c.demand, alone, after)
+		if alone < c.least || alone > 1.01 {
+			t.Errorf("%v, %.1f × the limit: alone the fleet admitted %.3f of what it could, want %.2f or more", c.mode, c.demand, alone, c.least)
+		}
+		if after < 0.98 || after > 1.02 {
+			t.Errorf("%v, %.1f × the limit: with the centre again %.3f, want 1", c.mode, c.demand, after)
+		}
+	}
+}
