@@ -153,7 +153,7 @@ func (h *held) holds(now int64) int64 {
 // note takes what a gateway says of its bucket.
 func (e *entry) note(u *Use, at int64) {
 	h := e.held[u.Gateway]
-	if u.Seq == 0 || h != nil && h.boot == u.Boot && u.Seq <= h.seq {
+	if u.late || h != nil && h.boot == u.Boot && u.Seq <= h.seq {
 		return
 	}
 	if h == nil || h.boot != u.Boot || h.incarnation != u.Incarnation || u.Granted < h.granted {
@@ -570,13 +570,14 @@ func (a *Aggregator) settle(ctx context.Context) {
 	a.look(ctx, folds)
 }
 
-// outstanding notes in folds what gateways hold of keys that are kept by grants.
+// outstanding notes in folds what gateways hold of keys that are kept by grants, and which keys are kept strictly.
 func (a *Aggregator) outstanding(folds []Fold) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	for i := range folds {
 		f := &folds[i]
 		e := a.keys[f.Key]
+		f.Strict = f.Strict || e != nil && e.consistency == "strict"
 		if e == nil || !e.byGrants(f.Limit, max(len(a.fleet), 1)) {
 			continue
 		}
@@ -721,7 +722,7 @@ func (a *Aggregator) rebuild(ctx context.Context, folds []Fold, states []KeyStat
 	for i := range states {
 		s := &states[i]
 		e := a.keys[s.Key]
-		if !s.New && !s.Lost && (e == nil || !e.unsure) {
+		if folds[i].Strict || !s.New && !s.Lost && (e == nil || !e.unsure) { // of a strict key gateways hold nothing
 			continue
 		}
 		known := entry{held: make(map[string]*held)}
@@ -997,7 +998,7 @@ func coarse(n int64) int64 {
 // newest is the last use of gateway that tells what it enforces.
 func newest(uses []Use, gateway string) *Use {
 	for i := len(uses) - 1; i >= 0; i-- {
-		if uses[i].Gateway == gateway && uses[i].Seq > 0 {
+		if uses[i].Gateway == gateway && !uses[i].late {
 			return &uses[i]
 		}
 	}

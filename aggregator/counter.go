@@ -52,6 +52,7 @@ type Fold struct {
 	Limit Limit // in force from now on
 	Uses  []Use
 
+	Strict      bool    // a key that is not there has what it earned since the counter began to remember, and is not full
 	Outstanding int64   // tokens that gateways hold of a key that is kept by grants: the bucket may be so much fuller than its burst
 	Bounds      *Bounds // of the level afterwards; nil for none
 
@@ -75,11 +76,11 @@ type Use struct {
 	Gateway     string
 	Boot        string
 	Incarnation uint32
-	Seq         uint64        // of the newest report whose demand counts; 0 leaves the gateway's demand as it is
-	Cum         uint64        // tokens taken in this incarnation
+	Seq         uint64        // of the newest report: a use that is not newer than the last one changes nothing
+	Cum         uint64        // tokens taken in this incarnation, by that report: fewer than before if some were given back
 	From        uint64        // Cum before the first of these reports: an incarnation that the counter does not know is charged from here
 	Settled     uint64        // Cum of reports that are too old to charge: they are counted in the total only
-	DemandNanos int64         // tokens taken and refused, in billionths per second: the mean over Span
+	DemandNanos int64         // tokens taken and refused, in billionths per second: the mean over Span; 0 leaves the gateway's demand as it is
 	SureNanos   int64         // as much of it as is not chance
 	Span        time.Duration // that these reports look back on
 	Lag         time.Duration // the same, but of each report no more than lagMax: use may have been at the end of a long one
@@ -93,6 +94,7 @@ type Use struct {
 	Age      time.Duration // how long ago that was, as far as it can be told
 
 	asked uint64
+	late  bool // no report says more than Cum
 }
 
 // KeyState is a key's global bucket.
@@ -171,7 +173,7 @@ func shared(t *schemas.Tokens) bool {
 }
 
 func (f *Fold) add(r *schemas.Report, t *schemas.Tokens, late bool) {
-	f.Limit, f.consistency = Limit{t.LimitRateNanos, t.LimitBurst}, t.Consistency
+	f.Limit, f.consistency, f.Strict = Limit{t.LimitRateNanos, t.LimitBurst}, t.Consistency, t.Consistency == "strict"
 	var u *Use
 	for i := range f.Uses {
 		if v := &f.Uses[i]; v.Gateway == r.Gateway && v.Boot == r.Boot && v.Incarnation == t.Incarnation {
@@ -181,10 +183,13 @@ func (f *Fold) add(r *schemas.Report, t *schemas.Tokens, late bool) {
 	}
 	before := t.Cum - min(t.Taken, t.Cum)
 	if u == nil {
-		f.Uses = append(f.Uses, Use{Gateway: r.Gateway, Boot: r.Boot, Incarnation: t.Incarnation, From: before})
+		f.Uses = append(f.Uses, Use{Gateway: r.Gateway, Boot: r.Boot, Incarnation: t.Incarnation, From: before, late: true})
 		u = &f.Uses[len(f.Uses)-1]
 	}
-	u.Cum = max(u.Cum, t.Cum)
+	newest := r.Seq >= u.Seq
+	if newest {
+		u.Seq, u.Cum = r.Seq, t.Cum
+	}
 	u.From = min(u.From, before)
 	if late {
 		u.Settled = max(u.Settled, t.Cum)
@@ -197,10 +202,11 @@ func (f *Fold) add(r *schemas.Report, t *schemas.Tokens, late bool) {
 	} else {
 		u.Span += demandSpanNone
 	}
-	if r.Seq >= u.Seq {
-		u.Seq, u.Window, u.Enforced = r.Seq, min(t.Window, demandHoldMax)+demandGrace, Limit{t.RateNanos, t.Capacity}
+	if newest || u.late {
+		u.Window, u.Enforced = min(t.Window, demandHoldMax)+demandGrace, Limit{t.RateNanos, t.Capacity}
 		u.Tokens, u.Granted, u.Sealed = t.TokensLast, t.Granted, r.SealedAt
 	}
+	u.late = false
 }
 
 // finish turns what was asked for into a rate. More than the whole limit is no more demand than the limit, and would only take

@@ -336,11 +336,9 @@ func (e *Enforcer) report(v *view, sh *shard, g *segment, s *slot, now int64, ou
 	}
 	level := s.state().Level(lim, now)
 	b.Cum = s.cum
-	if s.taken >= 0 {
+	if s.taken > 0 { // else a take was reported before it was given back: the next ones make up for it
 		b.Taken = uint64(s.taken)
 		s.taken = 0
-	} else {
-		b.Cum -= uint64(int64(s.taken)) // as it was last reported: a take was reported before it was given back
 	}
 	b.Refused = uint64(s.refused)
 	if s.lim&shareFlag != 0 {
@@ -377,17 +375,17 @@ func (p *pool) report(e *Enforcer, r *rule, now int64, all bool) (b Bucket, ok b
 		}
 	}
 	taken := p.gone - uint64(p.credits())
-	if !p.hot && (!all || taken <= p.reported) {
+	if !p.hot && (!all || taken == p.told) {
 		return b, false
 	}
 	p.refill(e, now)
 	level := p.state.Tokens + p.credits()
 	b = Bucket{
 		Rule: r.src.Name, Layer: r.layer, Mode: r.src.Mode.String(), Consistency: r.consistency, Refused: p.refused, Granted: p.share.granted,
-		Cum: max(taken, p.reported), TokensMin: min(p.min, level), TokensLast: level, Window: time.Duration(now - p.last),
+		Cum: taken, TokensMin: min(p.min, level), TokensLast: level, Window: time.Duration(now - p.last),
 	}
-	b.Taken = b.Cum - p.reported
+	b.Taken = max(taken, p.reported) - p.reported
 	state(&b, p.limit, p.entry.whole)
-	p.reported, p.refused, p.min, p.last, p.hot = b.Cum, 0, level, now, false
+	p.told, p.reported, p.refused, p.min, p.last, p.hot = taken, p.reported+b.Taken, 0, level, now, false
 	return b, true
 }

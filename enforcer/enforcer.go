@@ -554,7 +554,10 @@ func (e *Enforcer) put(v *view, r *rule, q *Request, now int64) {
 		s.set(b)
 		s.cum -= uint64(q.Cost)
 		s.taken = int32(max(int64(s.taken)-q.Cost, math.MinInt32))
-		s.unlock(w)
+		if w&touched == 0 { // a report has told of the tokens already
+			s.wake(now)
+		}
+		s.unlock(w | touched)
 		return
 	}
 }

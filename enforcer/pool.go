@@ -31,7 +31,8 @@ type pool struct {
 	granted     []uint32 // per stripe: what it held after it was last filled. It never holds more
 	outstanding int64    // sum of granted
 	gone        uint64   // tokens that left the bucket, for requests and for stripes
-	reported    uint64   // tokens taken, of them, in earlier reports
+	told        uint64   // tokens taken, of them, by the last report …
+	reported    uint64   // … and by the one that told of most: what is given back afterwards is made up for by the next ones
 	refused     uint64
 	min         int64
 	last        int64 // instant of the last report

@@ -3,6 +3,7 @@ package enforcer_test
 import (
 	"context"
 	"errors"
+	"fmt"
 	"testing"
 	"time"
 
@@ -203,5 +204,66 @@ func TestGrants(t *testing.T) {
 	now++
 	if got := e.Mode(); got != enforcer.Synced {
 		t.Errorf("frozen: mode %s, want synced", got)
+	}
+}
+
+// TestWhatIsGivenBackAfterAReportIsReported: a report that falls between a take and its return is followed by one that says so, also
+// where the bucket is full again meanwhile or nobody asks for it any more.
+func TestWhatIsGivenBackAfterAReportIsReported(t *testing.T) {
+	fast, err := bucket.NewRate(1_000_000, 1, time.Second)
+	if err != nil {
+		t.Fatal(err)
+	}
+	p := strictPolicy(t)
+	p.Rules[0].Fixed.Rate = fast // full again at once
+	p.Rules = append(p.Rules, limits.Rule{Name: "guard", Layer: limits.LayerGuard, Fixed: bucket.Limit{Rate: fast, Burst: 100_000}})
+	for _, crowd := range []int{0, 20_000} { // so many that the table lets go of what is full and reported
+		now := int64(time.Hour)
+		e := enforcer.New(enforcer.Config{Stripes: 2, Ask: true, Clock: func() int64 { return now }})
+		e.SetPolicy(p)
+		e.Apply(enforcer.Update{Gateways: 1, TTL: time.Hour})
+		cums, sums := map[string]uint64{}, map[string]uint64{}
+		collect := func() {
+			e.Collect(now, true, func(b enforcer.Bucket) {
+				if b.Key != "a" && b.Key != "a|r" && b.Rule != "guard" {
+					return
+				}
+				if b.Taken > 0 && b.Cum != sums[b.Rule]+b.Taken {
+					t.Errorf("%d taken up to %d, after %d", b.Taken, b.Cum, sums[b.Rule])
+				}
+				cums[b.Rule] = b.Cum
+				sums[b.Rule] += b.Taken
+			})
+		}
+		for i := range crowd {
+			e.Check(now, &enforcer.Request{Tenant: fmt.Sprint(i), Cost: 1})
+		}
+		collect()
+		guard := cums["guard"]
+		now += int64(time.Minute)
+		q := enforcer.Request{Tenant: "a", Route: "r", Cost: 1}
+		refuse := func(context.Context, schemas.TakeRequest) (schemas.TakeReply, error) {
+			now += int64(time.Millisecond)
+			collect()
+			if cums["first"] != 1 || cums["guard"] != guard+1 {
+				t.Fatalf("reported in between: %v, want 1 taken", cums)
+			}
+			return schemas.TakeReply{}, nil
+		}
+		if d := e.Settle(t.Context(), now, &q, e.Check(now, &q), refuse); d.Allowed {
+			t.Fatalf("admitted: %+v", d)
+		}
+		collect()
+		if cums["first"] != 0 || cums["last"] != 0 || cums["guard"] != guard {
+			t.Errorf("reported afterwards: %v, want nothing taken", cums)
+		}
+		collect()
+		d := e.Settle(t.Context(), now, &q, e.Check(now, &q), func(context.Context, schemas.TakeRequest) (schemas.TakeReply, error) {
+			return schemas.TakeReply{Allowed: true}, nil
+		})
+		collect()
+		if !d.Allowed || cums["first"] != 1 || sums["first"] != 1 || cums["guard"] != guard+1 || sums["guard"] != guard+1 {
+			t.Errorf("after one that was admitted: %v, %v taken in all, want 1", cums, sums)
+		}
 	}
 }

@@ -7,6 +7,7 @@ import (
 	"runtime"
 	"sync"
 	"sync/atomic"
+	"time"
 	"unsafe"
 
 	"github.com/weirhq/weir/enforcer/bucket"
@@ -62,7 +63,7 @@ type slot struct {
 	rem      uint64
 	at       int64
 	cum      uint64 // tokens taken in this incarnation
-	taken    int32  // of them, not reported yet; below 0 when a report came between a take and its return
+	taken    int32  // of them, not reported yet; below 0 when more were given back than taken since a report told of them
 	refused  uint32 // tokens asked for and refused, not reported yet; stays at its maximum
 }
 
@@ -380,9 +381,12 @@ func (e *Enforcer) rebuild(sh *shard, now int64) (evicted int) {
 	return evicted
 }
 
-// idle says whether a locked slot that was not touched may be left out: nothing to report, and full. A bucket of a rule that is gone needs no tokens.
+// settling is how long after a take its tokens may still be given back: the centre may be asked for them in between.
+const settling = time.Second
+
+// idle says whether a locked slot that was not touched may be left out: nothing to report or to give back, and full. A bucket of a rule that is gone needs no tokens.
 func (e *Enforcer) idle(sh *shard, s *slot, id int, text []byte, now int64) bool {
-	if s.taken != 0 || s.refused != 0 {
+	if s.taken > 0 || s.refused != 0 || now-s.at < int64(settling) {
 		return false
 	}
 	v := e.view.Load()

@@ -8,6 +8,7 @@ import (
 	"log/slog"
 	"math/rand/v2"
 	"runtime"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -56,11 +57,20 @@ func (b *table) Hot() <-chan struct{} { return b.signal }
 func (b *table) put(hot bool, t schemas.Tokens) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	if hot {
-		b.hot = append(b.hot, t)
+	same := func(o schemas.Tokens) bool {
+		return o.Rule == t.Rule && o.Key == t.Key && o.Incarnation == t.Incarnation
+	}
+	if !hot && !slices.ContainsFunc(b.hot, same) {
+		b.cold = append(b.cold, t)
 		return
 	}
-	b.cold = append(b.cold, t)
+	for _, o := range b.cold { // a bucket that is hot goes out with all that it has to say
+		if same(o) {
+			b.hot = append(b.hot, o)
+		}
+	}
+	b.cold = slices.DeleteFunc(b.cold, same)
+	b.hot = append(b.hot, t)
 }
 
 // stream is a fake of the far side. It stores a report once, and may lose a publish or the answer to it.
@@ -863,6 +873,38 @@ func TestBucketsMergeWhileReportsWait(t *testing.T) {
 		}
 		if allowed != 60 || taken != 60 || records > 8 {
 			t.Errorf("%d requests, %d taken in %d records, want 60, 60 in a few", allowed, taken, records)
+		}
+	})
+}
+
+// TestMergedBucketsTellWhatWasGivenBack: whatever merges, the sum of what was taken is the most that the cumulative count came to, and
+// its last value is told last.
+func TestMergedBucketsTellWhatWasGivenBack(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		p := newPending()
+		cum, most := uint64(100), uint64(100)
+		prev := cum
+		sum := prev
+		for range rapid.IntRange(1, 50).Draw(t, "records") {
+			cum = rapid.Uint64Range(cum-min(cum, 5), cum+5).Draw(t, "cum")
+			taken := max(cum, most) - most
+			most += taken
+			p.addTokens(schemas.Tokens{Rule: "r", Key: "k", Cum: cum, Taken: taken})
+			if len(p.tokens) > 2 {
+				t.Fatalf("%d entries of one bucket", len(p.tokens))
+			}
+			if rapid.IntRange(0, 3).Draw(t, "seal") == 0 || len(p.tokens) > 0 && cum%7 == 0 {
+				for _, e := range p.tokens { // as the history checks it
+					if e.Taken > 0 && e.Cum != sum+e.Taken || e.Taken == 0 && e.Cum > sum {
+						t.Fatalf("%d taken up to %d after %d: %+v", e.Taken, e.Cum, sum, p.tokens)
+					}
+					sum += e.Taken
+				}
+				if last := p.tokens[len(p.tokens)-1]; last.Cum != cum {
+					t.Fatalf("told %d last, want %d", last.Cum, cum)
+				}
+				p.clear(false)
+			}
 		}
 	})
 }

@@ -15,7 +15,7 @@ type pending struct {
 	usage      []schemas.Usage
 	usageAt    map[hourKey]int
 	tokens     []schemas.Tokens
-	tokensAt   map[bucketKey]int
+	tokensAt   map[bucketKey]spots
 	rejections []schemas.Rejection
 	generation uint32 // the last one in usage; 0 when there is none
 }
@@ -30,8 +30,12 @@ type bucketKey struct {
 	incarnation uint32
 }
 
+// spots are the places of a bucket's entries, ordinarily one. There is another where tokens were given back: the first then tells
+// of all that was taken, and the last of what is left of it, which in one entry would be less than was taken.
+type spots struct{ first, last int }
+
 func newPending() pending {
-	return pending{usageAt: map[hourKey]int{}, tokensAt: map[bucketKey]int{}}
+	return pending{usageAt: map[hourKey]int{}, tokensAt: map[bucketKey]spots{}}
 }
 
 func (p *pending) len() int { return len(p.usage) + len(p.tokens) + len(p.rejections) }
@@ -84,19 +88,29 @@ func (p *pending) addTokens(t schemas.Tokens) {
 	t.Rule, t.Layer, t.Key, t.Tenant = text(t.Rule), text(t.Layer), text(t.Key), text(t.Tenant)
 	t.Window = max(t.Window, 0)
 	k := bucketKey{t.Rule, t.Key, t.Incarnation}
-	i, ok := p.tokensAt[k]
+	at, ok := p.tokensAt[k]
+	n := len(p.tokens)
 	if !ok {
-		p.tokensAt[k] = len(p.tokens)
+		p.tokensAt[k] = spots{n, n}
 		p.tokens = append(p.tokens, t)
 		return
 	}
-	have := p.tokens[i]
+	have := p.tokens[at.last]
+	if at.first == at.last && t.Taken == 0 && t.Cum < have.Cum && have.Taken > 0 {
+		p.tokensAt[k] = spots{at.first, n}
+		p.tokens = append(p.tokens, t)
+		return
+	}
+	if at.first != at.last && t.Taken > 0 { // as much as was given back, and t.Taken more
+		first := &p.tokens[at.first]
+		first.Taken, first.Cum = min(first.Taken+t.Taken, schemas.MaxCount), t.Cum
+		t.Taken = 0
+	}
 	t.Taken = min(t.Taken+have.Taken, schemas.MaxCount)
 	t.Refused = min(t.Refused+have.Refused, schemas.MaxCount)
-	t.Cum = max(t.Cum, have.Cum)
 	t.TokensMin = min(t.TokensMin, have.TokensMin)
 	t.Window += have.Window
-	p.tokens[i] = t
+	p.tokens[at.last] = t
 }
 
 // addRejections keeps at most max samples.

@@ -68,6 +68,28 @@ func Counter(t *testing.T, open func(t *testing.T) aggregator.Counter) {
 		level(t, one(t, c, key, limit, use("g1", 900, 1_000_000, 5)), 95)
 		level(t, one(t, c, key, limit, use("g1", 901, 1_000_003, 3)), 92)
 	})
+	t.Run("the newest report counts, also where some was given back", func(t *testing.T) {
+		c := open(t)
+		one(t, c, key, limit, use("g1", 1, 10, 10))
+		level(t, one(t, c, key, limit, use("g1", 3, 7, 0)), 93)
+		level(t, one(t, c, key, limit, use("g1", 2, 12, 2)), 93)
+		level(t, one(t, c, key, limit, use("g1", 3, 7, 0), use("g1", 3, 9, 0)), 93)
+		level(t, one(t, c, key, limit, use("g1", 4, 8, 0)), 92)
+		level(t, one(t, c, key, limit, use("g2", 7, 5, 0)), 92) // its tokens were charged in another life of this key
+		level(t, one(t, c, key, limit, use("g2", 8, 2, 0)), 95)
+		level(t, one(t, c, key, limit, use("g2", 9, 0, 0), use("g1", 5, 0, 0)), 100) // and never above full
+	})
+	t.Run("a strict key begins full where nothing was ever forgotten", func(t *testing.T) {
+		c := open(t)
+		states, err := c.Fold(context.Background(), []aggregator.Fold{{Key: key, Limit: limit, Strict: true, Uses: []aggregator.Use{use("g1", 1, 3, 3)}},
+			{Key: aggregator.Key{Rule: "contract", Key: "other"}, Limit: limit}})
+		if err != nil || !states[0].New {
+			t.Fatalf("Fold = %+v, %v, want a new key", states, err)
+		}
+		level(t, states[0], 97)
+		level(t, states[1], 100)
+		level(t, one(t, c, key, limit, use("g1", 1, 3, 3)), 97)
+	})
 	t.Run("settled use is not charged", func(t *testing.T) {
 		c := open(t)
 		level(t, one(t, c, key, limit, aggregator.Use{Gateway: "g1", Boot: "b1", Cum: 50, From: 50, Settled: 50}), 100)

@@ -17,6 +17,7 @@ type Memory struct {
 
 	mu    sync.Mutex
 	epoch uint64
+	since int64 // µs since which it remembers; 0 for ever, below 0 from when somebody looks
 	err   error
 	keys  map[aggregator.Key]*bucket
 	live  map[aggregator.Key]int64 // until, in µs
@@ -66,7 +67,7 @@ func (m *Memory) Flush() {
 	defer m.mu.Unlock()
 	clear(m.keys)
 	clear(m.live)
-	m.epoch = 0
+	m.epoch, m.since = 0, -1
 }
 
 // Total is the number of tokens counted for a key.
@@ -109,7 +110,11 @@ func (m *Memory) fold(f *aggregator.Fold, now int64) aggregator.KeyState {
 	full := limit.Burst * 1e6
 	fresh := b == nil
 	if fresh {
-		b = &bucket{level: full, at: now, marks: make(map[incarnation]*mark), demand: make(map[string]*demand)}
+		level := full
+		if f.Strict {
+			level = m.earned(limit, now)
+		}
+		b = &bucket{level: level, at: now, marks: make(map[incarnation]*mark), demand: make(map[string]*demand)}
 		m.keys[f.Key] = b
 	}
 	b.limit = limit
@@ -157,6 +162,22 @@ func (m *Memory) fold(f *aggregator.Fold, now int64) aggregator.KeyState {
 	return s
 }
 
+// earned is what a bucket has earned since the counter began to remember.
+func (m *Memory) earned(l aggregator.Limit, now int64) int64 {
+	if m.since < 0 {
+		m.since = now
+	}
+	if m.since == 0 {
+		return l.Burst * 1e6
+	}
+	earned := new(big.Int).Mul(big.NewInt(now-m.since), big.NewInt(l.RateNanos))
+	earned.Div(earned, big.NewInt(1e9))
+	if full := big.NewInt(l.Burst * 1e6); earned.Cmp(full) > 0 {
+		earned = full
+	}
+	return earned.Int64()
+}
+
 func (b *bucket) use(u *aggregator.Use, now int64) {
 	id := incarnation{u.Gateway, u.Boot, u.Incarnation}
 	m, known := b.marks[id]
@@ -164,22 +185,22 @@ func (b *bucket) use(u *aggregator.Use, now int64) {
 		m = &mark{}
 		b.marks[id] = m
 	}
+	if known && u.Seq <= m.seq {
+		return
+	}
 	cum := int64(u.Cum)
 	charged := int64(u.From)
 	if known {
 		charged = max(m.cum, int64(u.Settled))
 	}
-	if cum > charged {
+	switch {
+	case cum > charged:
 		b.level -= (cum - charged) * 1e6
+	case known && cum < m.cum: // given back
+		b.level += (m.cum - cum) * 1e6
 	}
-	if cum > m.cum {
-		b.total += cum - m.cum
-		m.cum = cum
-	}
-	if u.Seq <= m.seq {
-		return
-	}
-	m.seq = u.Seq
+	b.total += cum - m.cum
+	m.cum, m.seq = cum, u.Seq
 	if u.DemandNanos <= 0 {
 		return
 	}
@@ -205,7 +226,7 @@ func (m *Memory) Take(_ context.Context, takes []aggregator.Take) ([]aggregator.
 	taken := make([]aggregator.Taken, len(takes))
 	for i := range takes {
 		t := &takes[i]
-		m.fold(&aggregator.Fold{Key: t.Key, Limit: t.Limit}, now)
+		m.fold(&aggregator.Fold{Key: t.Key, Limit: t.Limit, Strict: true}, now)
 		b := m.keys[t.Key]
 		full, cost := b.limit.Burst*1e6, t.Cost*1e6
 		switch {

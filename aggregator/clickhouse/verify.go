@@ -61,12 +61,14 @@ func (s *Store) UnevenReports(ctx context.Context, from, to time.Time) ([]Uneven
 }
 
 // UnevenTokens returns where what was taken of a bucket, report by report, does not add up to the growth of its cumulative
-// count, for reports of from <= ts < to: more grown than taken is lost, less is doubled.
+// count, for reports of from <= ts < to: more grown than taken is lost, less is doubled. A count also falls, where tokens were given
+// back after a report told of them: what is taken next makes up for it first, so that a report that tells of tokens taken tells of
+// more than any before.
 func (s *Store) UnevenTokens(ctx context.Context, from, to time.Time) ([]Uneven, error) {
 	return s.uneven(ctx, "compare cumulative counts", `SELECT gateway, boot, rule, key, toUnixTimestamp64Milli(ts) - toUnixTimestamp64Milli(ts) % 3600000 AS hour,
 			sum(grown), sum(toInt64(taken)) FROM (
-			SELECT gateway, boot, rule, key, ts, taken, toInt64(cum) - lagInFrame(toInt64(cum), 1, toInt64(cum) - toInt64(taken)) OVER
-				(PARTITION BY gateway, boot, incarnation, rule, key ORDER BY seq) AS grown
+			SELECT gateway, boot, rule, key, ts, taken, greatest(0, toInt64(cum) - ifNull(max(if(taken > 0, toInt64(cum), NULL)) OVER
+				(PARTITION BY gateway, boot, incarnation, rule, key ORDER BY seq, entry ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING), toInt64(cum) - toInt64(taken))) AS grown
 			FROM tokens FINAL WHERE `+within+`
 		) WHERE grown != toInt64(taken) GROUP BY gateway, boot, rule, key, hour ORDER BY hour, gateway, boot, rule, key`+final, window(from, to))
 }
@@ -95,7 +97,7 @@ type Mark struct {
 // Marks returns those of the incarnations with a report of from <= ts < to, at most n of them, the latest first.
 func (s *Store) Marks(ctx context.Context, from, to time.Time, n int) ([]Mark, error) {
 	var out []Mark
-	err := s.scan(ctx, "read cumulative counts", `SELECT rule, key, gateway, boot, incarnation, max(seq), max(cum), toUnixTimestamp64Milli(max(ts)) AS at FROM tokens
+	err := s.scan(ctx, "read cumulative counts", `SELECT rule, key, gateway, boot, incarnation, max(seq), argMax(cum, (seq, entry)), toUnixTimestamp64Milli(max(ts)) AS at FROM tokens
 			WHERE ts >= fromUnixTimestamp64Milli({from:Int64}, 'UTC') AND (rule, key) IN (SELECT rule, key FROM tokens WHERE `+within+`)
 			GROUP BY rule, key, gateway, boot, incarnation HAVING min(ts) < fromUnixTimestamp64Milli({to:Int64}, 'UTC') ORDER BY at DESC LIMIT {n:UInt32}`,
 		append(window(from, to), ch.Named("n", uint32(n))), func(rows driver.Rows) error {

@@ -47,14 +47,19 @@ func TestAccounts(t *testing.T) {
 		t.Errorf("after the late ones: %v %v %v", m, r, k)
 	}
 	run(t, s, "DELETE FROM usage WHERE seq = 5 AND entry = 0 SETTINGS mutations_sync = 2")
+	store(t, s, batchOf(7, taking(7, 0, 11), taking(8, 2, 14))) // one came back after 6 had told of it
+	if m, r, k := look(); len(m)+len(r)+len(k) != 1 {
+		t.Errorf("after one was given back: %v %v %v, want no more than before", m, r, k)
+	}
+	store(t, s, batchOf(9, taking(9, 0, 13)))
 	if _, r, _ := look(); len(r) != 1 || r[0] != (Uneven{"a", "boot-a", "", "", hour, 15, 12}) {
 		t.Errorf("reports = %+v, want 15 said and 12 there", r)
 	}
 	marks, err := s.Marks(t.Context(), hour, hour.Add(time.Hour), 10)
-	if err != nil || len(marks) != 1 || marks[0].Cum != 12 || marks[0].Seq != 6 {
+	if err != nil || len(marks) != 1 || marks[0].Cum != 13 || marks[0].Seq != 9 {
 		t.Errorf("Marks = %+v, %v", marks, err)
 	}
-	ids := []ReportID{{"a", "boot-a", 6}, {"a", "boot-a", 7}}
+	ids := []ReportID{{"a", "boot-a", 6}, {"a", "boot-a", 10}}
 	if have, err := s.Stored(t.Context(), ids); err != nil || !have[ids[0]] || have[ids[1]] {
 		t.Errorf("Stored = %v, %v", have, err)
 	}

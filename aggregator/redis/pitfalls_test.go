@@ -640,3 +640,82 @@ func TestUnusableRedis(t *testing.T) {
 		t.Errorf("Fold on a full Redis: %v, want its OOM", err)
 	}
 }
+
+// TestStrictAfterALoss: a Redis that was emptied, or restarted without persistence, admits no second burst of a limit that is kept
+// strictly: a key that is not there has earned since the loss, and no more, whoever notices first.
+func TestStrictAfterALoss(t *testing.T) {
+	for name, lose := range map[string]func(*testing.T, *embedded.Server) error{
+		"emptied":   func(t *testing.T, s *embedded.Server) error { return raw(t, s.URL()).FlushAll(ctx).Err() },
+		"restarted": func(_ *testing.T, s *embedded.Server) error { return s.Restart() },
+	} {
+		t.Run(name, func(t *testing.T) {
+			s, err := embedded.Start(embedded.Config{Dir: t.TempDir(), Real: true}, embeddedtest.Log(t))
+			if err != nil {
+				t.Fatal(err)
+			}
+			t.Cleanup(func() { _ = s.Stop() })
+			centre, other := open(t, redis.Config{URL: s.URL(), Timeout: patient}), open(t, redis.Config{URL: s.URL(), Timeout: patient})
+			l := aggregator.Limit{RateNanos: per(1, time.Hour), Burst: 10}
+			admitted := func(c *redis.Counter, key string) (n int) {
+				t.Helper()
+				for range 3 {
+					takes := make([]aggregator.Take, 5)
+					for i := range takes {
+						takes[i] = aggregator.Take{Key: aggregator.Key{Rule: "strict", Key: key}, Limit: l, Cost: 1}
+					}
+					taken, err := c.Take(ctx, takes)
+					for err != nil { // the pool learns of the restart
+						taken, err = c.Take(ctx, takes)
+					}
+					for _, one := range taken {
+						if one.OK {
+							n++
+						}
+					}
+				}
+				return n
+			}
+			for _, c := range []*redis.Counter{centre, other} {
+				if _, err := c.Epoch(ctx); err != nil {
+					t.Fatal(err)
+				}
+			}
+			if n := admitted(centre, "a"); n != 10 {
+				t.Fatalf("%d of 15 admitted, want the burst of 10", n)
+			}
+			if err := lose(t, s); err != nil {
+				t.Fatal(err)
+			}
+			reconnect(t, raw(t, s.URL()))
+			for _, c := range []*redis.Counter{centre, other} {
+				if n := admitted(c, "a"); n != 0 {
+					t.Errorf("%d admitted after the loss, want none", n)
+				}
+			}
+			for err = errors.New("not yet"); err != nil; { // what gateways took by themselves is no reason for a full bucket
+				_, err = centre.Fold(ctx, []aggregator.Fold{{Key: aggregator.Key{Rule: "strict", Key: "b"}, Limit: l, Strict: true, Uses: []aggregator.Use{took("g1", 1)}}})
+			}
+			if n := admitted(other, "b"); n != 0 {
+				t.Errorf("%d admitted of a key that a report made, want none", n)
+			}
+
+			if err := lose(t, s); err != nil {
+				t.Fatal(err)
+			}
+			reconnect(t, raw(t, s.URL()))
+			newcomer := open(t, redis.Config{URL: s.URL(), Timeout: patient}) // makes a note of its own, knowing nothing
+			if _, err := newcomer.Epoch(ctx); err != nil {
+				t.Fatal(err)
+			}
+			if n := admitted(other, "a"); n != 0 {
+				t.Errorf("%d admitted by one that has seen more than the newcomer, want none", n)
+			}
+			fast := aggregator.Limit{RateNanos: 1e15, Burst: 10}
+			time.Sleep(time.Millisecond)
+			taken, err := other.Take(ctx, []aggregator.Take{{Key: aggregator.Key{Rule: "strict", Key: "fast"}, Limit: fast, Cost: 10}})
+			if err != nil || !taken[0].OK {
+				t.Errorf("a key that has earned its burst since: %+v, %v", taken, err)
+			}
+		})
+	}
+}

@@ -8,6 +8,7 @@ import (
 	"encoding/hex"
 	"errors"
 	"fmt"
+	"math"
 	"net/url"
 	"strconv"
 	"strings"
@@ -36,7 +37,7 @@ var ErrUnreachable = errors.New("redis is unreachable")
 
 const (
 	liveFor  = time.Minute // a mark in the index of live keys holds this long
-	argsHead = 7           // arguments of a fold
+	argsHead = 8           // arguments of a fold
 	argsUse  = 10          // arguments of a use
 )
 
@@ -47,23 +48,29 @@ type silent struct{}
 
 func (silent) Printf(context.Context, string, ...any) {}
 
-//go:embed lua/fold.lua
-var foldSource string
+// What fold and take have in common goes before both.
+var (
+	//go:embed lua/bucket.lua
+	bucketText string
+	//go:embed lua/fold.lua
+	foldText string
+	//go:embed lua/take.lua
+	takeText string
+	//go:embed lua/epoch.lua
+	epochText string
+	//go:embed lua/memory.lua
+	memoryText string
+
+	foldSource   = bucketText + foldText
+	takeScript   = redis.NewScript(bucketText + takeText)
+	epochScript  = redis.NewScript(epochText)
+	memoryScript = redis.NewScript(memoryText)
+)
 
 var foldSHA = func() string {
 	sum := sha1.Sum([]byte(foldSource))
 	return hex.EncodeToString(sum[:])
 }()
-
-//go:embed lua/take.lua
-var takeSource string
-
-//go:embed lua/epoch.lua
-var epochSource string
-
-var epochScript = redis.NewScript(epochSource)
-
-var takeScript = redis.NewScript(takeSource)
 
 // Counter is an aggregator.Counter over Redis.
 type Counter struct {
@@ -71,6 +78,7 @@ type Counter struct {
 	rdb  redis.UniversalClient
 	addr string
 	at   atomic.Int64 // µs of Redis' clock, the latest seen
+	made atomic.Int64 // the same, of the note of Redis' memory that was seen last; 0 for none
 }
 
 var _ aggregator.Counter = (*Counter)(nil)
@@ -184,7 +192,66 @@ func (c *Counter) Fold(ctx context.Context, folds []aggregator.Fold) ([]aggregat
 			return nil, err
 		}
 	}
-	return states, nil
+	return states, c.raise(ctx, folds, states)
+}
+
+// raise gives keys that are kept strictly and were not there, and so have begun empty, what they have earned.
+func (c *Counter) raise(ctx context.Context, folds []aggregator.Fold, states []aggregator.KeyState) error {
+	var again []aggregator.Fold
+	var at []int
+	for i := range folds {
+		if folds[i].Strict && states[i].New {
+			again = append(again, aggregator.Fold{Key: folds[i].Key, Limit: folds[i].Limit})
+			at = append(at, i)
+		}
+	}
+	if len(again) == 0 {
+		return nil
+	}
+	since, now, err := c.memory(ctx)
+	if err != nil {
+		return err
+	}
+	for i := range again {
+		level := states[at[i]].LevelMicros + earned(again[i].Limit, now-since, since)
+		again[i].Bounds = &aggregator.Bounds{LeastMicros: level, MostMicros: math.MaxInt64 / 2}
+	}
+	raised, err := c.Fold(ctx, again)
+	for i := range raised {
+		to := &states[at[i]]
+		raised[i].New = true
+		*to = raised[i]
+	}
+	return err
+}
+
+// earned is the level in µtokens of a bucket that has earned for so many µs; since 0 it is full.
+func earned(l aggregator.Limit, micros, since int64) int64 {
+	l = bounded(l)
+	full := l.Burst * 1e6
+	if since == 0 {
+		return full
+	}
+	return int64(min(float64(max(micros, 0))*float64(l.RateNanos)/1e9, float64(full)))
+}
+
+// bounded is a limit as the scripts take it.
+func bounded(l aggregator.Limit) aggregator.Limit {
+	return aggregator.Limit{RateNanos: min(max(l.RateNanos, 1), aggregator.MaxRateNanos), Burst: min(max(l.Burst, 0), aggregator.MaxBurst)}
+}
+
+// memory says since when Redis remembers, 0 for ever, and what its clock says.
+func (c *Counter) memory(ctx context.Context) (since, now int64, err error) {
+	seen := ""
+	if made := c.made.Load(); made > 0 {
+		seen = strconv.FormatInt(made, 10)
+	}
+	v, err := memoryScript.Run(ctx, c.rdb, []string{c.cfg.Namespace + ":memory"}, seen).Int64Slice()
+	if err != nil {
+		return 0, 0, fmt.Errorf("ask since when it remembers: %w", c.failed(err))
+	}
+	c.made.Store(v[1])
+	return v[0], v[2], nil
 }
 
 // call is one run of the script over some folds.
@@ -255,14 +322,18 @@ func (c *Counter) args(folds []aggregator.Fold) []any {
 		f := &folds[i]
 		rate, burst := "", ""
 		if f.Limit != (aggregator.Limit{}) {
-			rate = strconv.FormatInt(min(max(f.Limit.RateNanos, 1), aggregator.MaxRateNanos), 10)
-			burst = strconv.FormatInt(min(max(f.Limit.Burst, 0), aggregator.MaxBurst), 10)
+			l := bounded(f.Limit)
+			rate, burst = strconv.FormatInt(l.RateNanos, 10), strconv.FormatInt(l.Burst, 10)
 		}
 		least, most := "", ""
 		if f.Bounds != nil {
 			least, most = strconv.FormatInt(f.Bounds.LeastMicros, 10), strconv.FormatInt(f.Bounds.MostMicros, 10)
 		}
-		args = append(args, rate, burst, min(max(f.Outstanding, 0), aggregator.MaxBurst), f.Lag().Microseconds(), least, most, len(f.Uses))
+		begin := ""
+		if f.Strict {
+			begin = "0" // see raise
+		}
+		args = append(args, rate, burst, begin, min(max(f.Outstanding, 0), aggregator.MaxBurst), f.Lag().Microseconds(), least, most, len(f.Uses))
 		for j := range f.Uses {
 			u := &f.Uses[j]
 			inc := strconv.FormatUint(uint64(u.Incarnation), 10)
@@ -353,14 +424,39 @@ func demand(text string, now int64) (aggregator.Demand, bool) {
 	return aggregator.Demand{Gateway: gateway, RateNanos: min(rate, aggregator.MaxRateNanos/1000) * 1000, Since: n[2]}, true
 }
 
-// Take is aggregator.Counter: one script call for each, all in one round trip.
+// Take is aggregator.Counter: one script call for each, all in one round trip. A key that is not there costs two more: a Redis that was
+// emptied has no full buckets.
 func (c *Counter) Take(ctx context.Context, takes []aggregator.Take) ([]aggregator.Taken, error) {
+	taken, missing, err := c.take(ctx, takes, func(*aggregator.Take) any { return "" })
+	if err != nil || len(missing) == 0 {
+		return taken, err
+	}
+	since, now, err := c.memory(ctx)
+	if err != nil {
+		return nil, err
+	}
+	again := make([]aggregator.Take, len(missing))
+	for i, at := range missing {
+		again[i] = takes[at]
+	}
+	late, _, err := c.take(ctx, again, func(t *aggregator.Take) any { return earned(t.Limit, now-since, since) })
+	if err != nil {
+		return nil, err
+	}
+	for i, at := range missing {
+		taken[at] = late[i]
+	}
+	return taken, nil
+}
+
+// take takes; missing are those whose key is not there, which begin has no level for.
+func (c *Counter) take(ctx context.Context, takes []aggregator.Take, begin func(*aggregator.Take) any) (taken []aggregator.Taken, missing []int, err error) {
 	cmds := make([]*redis.Cmd, len(takes))
 	pipe := c.rdb.Pipeline()
 	for i := range takes {
 		t := &takes[i]
-		args := []any{strconv.FormatInt(min(max(t.Limit.RateNanos, 1), aggregator.MaxRateNanos), 10), min(max(t.Limit.Burst, 0), aggregator.MaxBurst),
-			min(max(t.Cost, -aggregator.MaxBurst), aggregator.MaxBurst)}
+		l := bounded(t.Limit)
+		args := []any{strconv.FormatInt(l.RateNanos, 10), l.Burst, min(max(t.Cost, -aggregator.MaxBurst), aggregator.MaxBurst), begin(t)}
 		if i == 0 { // the text comes first, as in pipeline
 			cmds[i] = takeScript.Eval(ctx, pipe, []string{c.Name(t.Key)}, args...)
 		} else {
@@ -368,20 +464,23 @@ func (c *Counter) Take(ctx context.Context, takes []aggregator.Take) ([]aggregat
 		}
 	}
 	if _, err := pipe.Exec(ctx); err != nil {
-		return nil, fmt.Errorf("take: %w", c.failed(err))
+		return nil, nil, fmt.Errorf("take: %w", c.failed(err))
 	}
-	taken := make([]aggregator.Taken, len(takes))
+	taken = make([]aggregator.Taken, len(takes))
 	for i, cmd := range cmds {
 		v, err := cmd.Int64Slice()
-		if err != nil {
-			return nil, fmt.Errorf("take of %s %q: %w", takes[i].Key.Rule, takes[i].Key.Key, err)
+		switch {
+		case err != nil:
+			return nil, nil, fmt.Errorf("take of %s %q: %w", takes[i].Key.Rule, takes[i].Key.Key, err)
+		case len(v) == 0:
+			missing = append(missing, i)
+		case len(v) != 3:
+			return nil, nil, fmt.Errorf("take of %s %q: script returned %v", takes[i].Key.Rule, takes[i].Key.Key, v)
+		default:
+			taken[i] = aggregator.Taken{OK: v[0] == 1, LevelMicros: v[1], Wait: time.Duration(v[2]) * time.Microsecond}
 		}
-		if len(v) != 3 {
-			return nil, fmt.Errorf("take of %s %q: script returned %v", takes[i].Key.Rule, takes[i].Key.Key, v)
-		}
-		taken[i] = aggregator.Taken{OK: v[0] == 1, LevelMicros: v[1], Wait: time.Duration(v[2]) * time.Microsecond}
 	}
-	return taken, nil
+	return taken, missing, nil
 }
 
 // Epoch is aggregator.Counter.
@@ -389,6 +488,9 @@ func (c *Counter) Epoch(ctx context.Context) (uint64, error) {
 	n, err := epochScript.Run(ctx, c.rdb, []string{c.cfg.Namespace + ":epoch"}).Int64()
 	if err != nil {
 		return 0, fmt.Errorf("begin an epoch: %w", c.failed(err))
+	}
+	if _, _, err := c.memory(ctx); err != nil {
+		return 0, err
 	}
 	return uint64(n), nil
 }

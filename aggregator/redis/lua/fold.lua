@@ -2,17 +2,17 @@
 --
 -- KEYS   one hash per key. In a cluster one key a call; elsewhere many, so that one call costs one TIME and one dispatch.
 -- ARGV   for each key: rate (billionths of a token per second, '' leaves the limit and does not make the key), burst (tokens),
---        outstanding (tokens), lag (µs), least and most (µtokens, '' for no
---        matter), number of uses; for each use: mark field, gateway, seq (0 leaves the
---        demand), cum, from, settled, demand and what is sure of it (millionths of a token per second), span and window (µs).
+--        level of a key that is not there (µtokens, '' for a full one), outstanding (tokens), lag (µs), least and most (µtokens, '' for
+--        no matter), number of uses; for each use: mark field, gateway, seq, cum, from, settled, demand (0 leaves it) and what is sure
+--        of it (millionths of a token per second), span and window (µs).
 --        Meaning: aggregator.Fold and aggregator.Use.
 -- RESULT {now µs, state of each key}; a state is false for a key that is not there, else
 --        {level µtokens, version, 1 if state was lost or 2 if there was none, demands, and of a look the limit's rate and burst}.
 --        Numbers are whole and below 2^53, so none is cut on its way through a double. The total is not among them: HGET n.
 -- ATOMIC the whole call. Limit, level, clock, marks and total of a key are in one hash: they change, expire and are lost in a
 --        failover together, and a replay of the reports then repairs exactly.
--- REPEAT harmless: a mark only grows, a use is charged by how much its mark grew, a demand counts once per seq, the total is the
---        sum of the marks. Only the version moves.
+-- REPEAT harmless: a use counts if its seq is above its mark's, and is charged by how much the mark grew, or given back by how much
+--        it fell; the total is the sum of the marks. Only the version moves.
 --
 -- Fields: r b limit · l level, may be negative (debt) · f billionths of a µtoken earned and not yet credited, so that slow rates lose
 -- nothing (absent: 0) · t µs of the last refill · v version, where it is ahead of t · n total (HINCRBY: it may pass 2^53)
@@ -20,14 +20,6 @@
 -- A damaged field is made good: level anew from a full bucket, time from now. Debt is at most the burst, what is outstanding, and five seconds of the rate.
 -- A number becomes text once, and text is passed on as it came: that is much of what this script costs.
 local HOUR, DAY, HALF, BLEND = 3600000000, 86400000000, 100000, 200000 -- µs; a demand halves in HALF and is none after twenty
-local floor, max, min, format, match, find, sub, call = math.floor, math.max, math.min, string.format, string.match, string.find, string.sub, redis.call
-
--- num returns s as a number whose whole part a double holds exactly, or nil.
-local function num(s)
-  local n = tonumber(s or nil)
-  if n and n > -9e15 and n < 9e15 then return n end
-end
-
 -- prune drops marks that were not used for an hour, but the newest of a gateway only after a day.
 local function prune(key, now)
   local newest, marks, gone, kept = {}, {}, {}, {}
@@ -86,10 +78,10 @@ local out = {now}
 local a = 1
 local rate0, burst0, full, tokens, nanos, speed -- the limit that was read last: neighbours often share one
 for k = 1, #KEYS do
-  local key, rate, burst, uses = KEYS[k], ARGV[a], ARGV[a + 1], tonumber(ARGV[a + 6])
-  local outstanding, lag = tonumber(ARGV[a + 2]) * 1000000, tonumber(ARGV[a + 3])
-  local least, most = tonumber(ARGV[a + 4]), tonumber(ARGV[a + 5])
-  a = a + 7
+  local key, rate, burst, begin, uses = KEYS[k], ARGV[a], ARGV[a + 1], ARGV[a + 2], tonumber(ARGV[a + 7])
+  local outstanding, lag = tonumber(ARGV[a + 3]) * 1000000, tonumber(ARGV[a + 4])
+  local least, most = tonumber(ARGV[a + 5]), tonumber(ARGV[a + 6])
+  a = a + 8
 
   local want = {key, 'r', 'b', 'l', 'f', 't', 'v', 'd'}
   for j = 1, min(uses, 500) do want[j + 8] = ARGV[a + (j - 1) * 10] end
@@ -104,39 +96,20 @@ for k = 1, #KEYS do
   if look then rate, burst = r or '', b end
   if rate ~= rate0 or burst ~= burst0 then
     rate0, burst0 = rate, burst
-    -- the rate in two exact parts, whole tokens and billionths; and in µtokens per µs for what need not be exact
-    full, tokens, nanos = num(burst), num('0' .. sub(rate, 1, -10)), num(sub(rate, -9))
-    speed = tokens and nanos and tokens + nanos / 1e9 or 0
+    full, tokens, nanos, speed = num(burst), parts(rate)
     full = speed > 0 and full and full * 1000000
   end
   if not full then
     out[k + 1] = false
     a = a + 10 * uses
   else
-    local level, frac, at = num(got[3]), got[4] and num(got[4]) or 0, num(got[5])
-    local before = max(got[6] and num(got[6]) or 0, at or 0)
-    if not (level and frac and at) then
-      lost = (lost == 1 or r or b or got[3] or got[4] or got[5]) and 1 or 2
-      level, frac, at = level or full, 0, at or now
-    end
-    if frac < 0 or frac >= 1e9 then frac = 0 end
+    local level, frac, at, before, well = read(got[3], got[4], got[5], got[6], tonumber(begin) or full, now)
+    if not well then lost = (lost == 1 or r or b or got[3] or got[4] or got[5]) and 1 or 2 end
     -- what a report tells of was used while the bucket was refilled: for so long it is refilled beyond its brim before it is charged
     local dt, brim = now - at, full + outstanding
     lag = max(min(dt, lag), 0)
     local lid = brim + lag * tokens + floor(lag * nanos / 1e9)
-    if dt > 0 and level < lid then
-      if dt * speed > lid - level + 2 then
-        level = lid
-      else -- exact: every product and sum is below 2^53
-        local s = floor(dt / 1e6)
-        local part = s * nanos
-        local q = floor(part / 1000)
-        local rest = (part - q * 1000) * 1e6 + (dt - s * 1e6) * nanos + frac
-        local carry = floor(rest / 1e9)
-        level, frac = level + dt * tokens + q + carry, rest - carry * 1e9
-      end
-    end
-    if level >= lid then level, frac = lid, 0 end
+    level, frac = refill(level, frac, dt, tokens, nanos, speed, lid)
 
     local set, n, grown, demands, crowd = {key, 't', stamp}, 3, 0, d, nil
     for j = 1, uses do
@@ -148,19 +121,21 @@ for k = 1, #KEYS do
         old, last = match(mark, '^(%d+) (%d+)')
         old, last = num(old), num(last)
       end
-      -- what is new, and not too old to charge; of an unknown incarnation what these reports tell, for its cum may be of days
-      local charge = cum - (old and max(old, tonumber(ARGV[a + 5])) or tonumber(ARGV[a + 4]))
-      if charge > 0 then level = level - charge * 1000000 end
-      local known = old or 0
-      if cum > known then
-        grown = grown + cum - known
-        known = cum
+      local news = not last or tonumber(seq) > last
+      if news then
+        -- what is new, and not too old to charge; of an unknown incarnation what these reports tell, for its cum may be of days
+        local base = old and max(old, tonumber(ARGV[a + 5])) or tonumber(ARGV[a + 4])
+        if cum > base then
+          level = level - (cum - base) * 1000000
+        elseif old and cum < old then -- given back
+          level = level + (old - cum) * 1000000
+        end
+        grown = grown + cum - (old or 0)
+        mark = ARGV[a + 3] .. ' ' .. seq
+        marks[field] = mark
+        set[n + 1], set[n + 2] = field, mark
+        n = n + 2
       end
-      local news = tonumber(seq) > (last or 0)
-      mark = (known == cum and ARGV[a + 3] or format('%d', known)) .. ' ' .. (news and seq or format('%d', last or 0))
-      marks[field] = mark
-      set[n + 1], set[n + 2] = field, mark
-      n = n + 2
       if news and asked > 0 then
         local gateway, sure, span, til = ARGV[a + 1], tonumber(ARGV[a + 7]), tonumber(ARGV[a + 8]), now + tonumber(ARGV[a + 9])
         if uses < 8 then -- in place
@@ -214,13 +189,12 @@ for k = 1, #KEYS do
     end
     if version > now then set[n + 1], set[n + 2] = 'v', format('%d', version) end
     call('HSET', unpack(set))
-    if grown > 0 and type(redis.pcall('HINCRBY', key, 'n', format('%d', grown))) == 'table' then
+    if grown ~= 0 and type(redis.pcall('HINCRBY', key, 'n', format('%d', grown))) == 'table' then
       call('HSET', key, 'n', format('%d', grown)) -- it was no number
       lost = 1
     end
     if aside then prune(key, now) end
-    -- full again, and a minute for gateways that report seldom: what expires is the same as what is not there
-    call('PEXPIRE', key, format('%d', min(max(full - level, 0) / speed / 1000 + 60000, 4e10)))
+    call('PEXPIRE', key, lifetime(level, full, speed))
     out[k + 1] = {level, version, lost, demands, look and rate or nil, look and burst or nil}
   end
 end
