@@ -167,6 +167,7 @@ type Reporter struct {
 	wasMerging int
 	late       bool // a flush waits for the spool; Run's alone
 	full       bool // the spool was, at the last seal
+	ending     bool // what is not sealed now never is
 	refusedAt  time.Time
 }
 
@@ -259,6 +260,7 @@ func (r *Reporter) Run(ctx context.Context) error {
 		}
 	}
 
+	r.ending = true
 	deadline := time.After(r.cfg.DrainTimeout)
 	for end := false; !end; {
 		r.flush(true)
@@ -298,16 +300,18 @@ func (r *Reporter) flush(everything bool) {
 		return
 	}
 	r.late = false
-	r.buckets.Collect(r.cfg.Clock(), all, r.pending.addTokens)
-	if all {
-		r.allAt = now
-	}
 	if everything || now.Sub(r.usageAt) >= r.cfg.UsageEvery {
 		r.usageAt = now
 		r.gather()
 		kept, dropped := r.pending.addRejections(r.samples.drain(), 10*r.cfg.MaxRejections)
 		r.m.Rejections.WithLabelValues("kept").Add(float64(kept))
 		r.m.Rejections.WithLabelValues("dropped").Add(float64(dropped))
+	}
+	// After the requests: what a report has counted, its buckets have given. A killed process then leaves no more untold of its
+	// buckets than it counted after their last report.
+	r.buckets.Collect(r.cfg.Clock(), all, r.pending.addTokens)
+	if all {
+		r.allAt = now
 	}
 	r.flushedAt = now
 	r.seal()
@@ -341,7 +345,8 @@ func (r *Reporter) seal() {
 	}
 	r.full = full
 	reports, _ := r.spool.Len()
-	if r.pending.len() == 0 || full || reports >= r.cfg.MaxReports && len(r.pending.usage) == 0 {
+	many := reports >= r.cfg.MaxReports && !r.ending
+	if r.pending.len() == 0 || full || many && len(r.pending.usage) == 0 {
 		return
 	}
 	if !r.refusedAt.IsZero() && time.Since(r.refusedAt) < r.cfg.RetryMax {
@@ -354,7 +359,7 @@ func (r *Reporter) seal() {
 	seq, requests, version, now := r.seq, uint64(0), r.cfg.PolicyVersion(), time.Now().UTC()
 	var err error
 	from := cut{}
-	if reports >= r.cfg.MaxReports { // what a bucket was like long ago is of no use: buckets merge until the others are through
+	if many { // what a bucket was like long ago is of no use: buckets merge until the others are through
 		from.tokens = len(r.pending.tokens)
 	}
 	for report, at := r.pending.cut(from, r.cfg.MaxEntries, bytes); report != nil && err == nil; report, at = r.pending.cut(at, r.cfg.MaxEntries, bytes) {

@@ -89,9 +89,15 @@ func (p plan) flushed() bool {
 	return slices.ContainsFunc(p.Faults, func(f fault) bool { return f.Kind == flush })
 }
 
-// killed tells whether a gateway is killed in this run.
-func (p plan) killed() bool {
-	return slices.ContainsFunc(p.Faults, func(f fault) bool { return f.Kind == kill && strings.HasPrefix(f.Target, "gw") })
+// killed are the parts that are killed in this run.
+func (p plan) killed() map[string]bool {
+	all := map[string]bool{}
+	for _, f := range p.Faults {
+		if f.Kind == kill {
+			all[f.Target] = true
+		}
+	}
+	return all
 }
 
 func (p plan) String() string {

@@ -89,12 +89,16 @@ func compare(r *rig.Rig, dir string, p plan, j *rig.Journal, began time.Time, re
 	var v rig.Verdict
 	v.History(j.Cells, stored)
 	if !p.flushed() {
+		accounts, err := r.Accounts()
+		if err != nil {
+			return err
+		}
 		totals, err := r.Totals()
 		if err != nil {
 			return err
 		}
 		if time.Since(began) < remembered {
-			v.Redis(j.Cells, stored, totals, p.killed())
+			v.Redis(j.Cells, accounts, totals, p.killed())
 		} else {
 			r.Log.Warn("Redis is not compared: the run took longer than it remembers", "took", time.Since(began))
 		}

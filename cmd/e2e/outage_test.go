@@ -222,12 +222,16 @@ func (m *matrix) cell(name string, begin func(), seen func() bool, end func()) {
 			return v.Lost == 0 && v.Doubled == 0
 		})
 		eventually(t, "and counted in Redis", func() bool {
-			totals, err := m.r.Totals()
+			accounts, err := m.r.Accounts()
 			v = rig.Verdict{}
 			if err != nil {
 				return false
 			}
-			v.Redis(m.j.Cells, stored, totals, false)
+			totals, err := m.r.Totals()
+			if err != nil {
+				return false
+			}
+			v.Redis(m.j.Cells, accounts, totals, nil)
 			return v.Lost == 0 && v.Doubled == 0
 		})
 		row.whole = time.Since(began)

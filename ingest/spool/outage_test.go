@@ -203,3 +203,59 @@ func TestOldCountsKeepTheirHour(t *testing.T) {
 		_ = errors.Join(next.Close(), s.Close())
 	})
 }
+
+// busy is a bucket that every request takes from, also while it is asked what it has to say.
+type busy struct {
+	noBuckets
+	cum    uint64
+	during func()
+}
+
+func (b *busy) Collect(_ int64, all bool, emit func(schemas.Tokens)) {
+	emit(schemas.Tokens{Rule: "contract", Key: "acme", Cum: b.cum, Taken: 1})
+	b.during()
+}
+
+// The buckets of a report have given at least what it and all before it have counted, so that a kill leaves no more untold than was
+// counted later. While reports wait, buckets merge in memory; what they have to say at the end is sealed all the same.
+func TestBucketsAreNotBehindRequests(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		dir := t.TempDir()
+		far := &switched{sent: map[string]bool{}}
+		far.hang.Store(true)
+		s, err := Open(Config{}, dir, "gw", "one", quiet, nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		b := &busy{}
+		r := ingest.New(ingest.Config{Spool: s, MaxReports: 2, DrainTimeout: time.Second}, "gw", "one", b, far, quiet, nil)
+		b.during = func() {
+			b.cum++
+			r.Count(time.Now(), "acme", "route", "", "", 1)
+		}
+		ctx, cancel := context.WithTimeout(t.Context(), 5*time.Second)
+		defer cancel()
+		if err := r.Run(ctx); err != nil {
+			t.Fatal(err)
+		}
+		if err := s.Close(); err != nil {
+			t.Fatal(err)
+		}
+		reports, err := Read(dir, "gw")
+		if err != nil {
+			t.Fatal(err)
+		}
+		var counted, cum uint64
+		for _, r := range reports {
+			counted += r.Requests()
+			for _, tk := range r.Tokens {
+				if cum = tk.Cum; cum < counted {
+					t.Errorf("report %d: %d taken, and %d counted", r.Seq, cum, counted)
+				}
+			}
+		}
+		if counted < 5 || cum < counted {
+			t.Errorf("%d counted, and the last word of the bucket is %d", counted, cum)
+		}
+	})
+}

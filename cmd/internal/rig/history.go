@@ -206,6 +206,40 @@ func (r *Rig) Stored() (map[Cell]Outcomes, error) {
 	return all, nil
 }
 
+// Accounts are what the history has of each life of the contract rule's buckets.
+func (r *Rig) Accounts() (map[Life]Account, error) {
+	last := map[Life]uint64{} // report that told of the bucket
+	all := map[Life]Account{}
+	each := func(sql string, use func(l Life, seq, n uint64)) error {
+		rows, err := r.Query(sql)
+		for _, row := range rows {
+			seq, err1 := strconv.ParseUint(row[3], 10, 64)
+			n, err2 := strconv.ParseUint(row[4], 10, 64)
+			if err := errors.Join(err1, err2); err != nil {
+				return err
+			}
+			use(Life{row[0], row[1], row[2]}, seq, n)
+		}
+		return err
+	}
+	err := each("SELECT gateway, boot, tenant, toString(max(seq)), toString(argMax(cum, (seq, entry))) FROM tokens FINAL WHERE rule = 'contract' GROUP BY gateway, boot, tenant, key, incarnation",
+		func(l Life, seq, n uint64) {
+			a := all[l]
+			a.Taken += n
+			all[l], last[l] = a, max(last[l], seq)
+		})
+	if err != nil {
+		return nil, err
+	}
+	return all, each("SELECT gateway, boot, tenant, toString(seq), toString(sum(allowed)) FROM usage FINAL GROUP BY gateway, boot, tenant, seq", func(l Life, seq, n uint64) {
+		a := all[l]
+		if a.Admitted += n; seq > last[l] {
+			a.Late += n
+		}
+		all[l] = a
+	})
+}
+
 // RollUps are what the tables that are sums of usage should have and do not.
 func (r *Rig) RollUps() (wrong []string, err error) {
 	const sums = "SELECT tenant, route, rule, toString(sum(allowed)), toString(sum(rejected)), toString(sum(cost)) FROM %s GROUP BY tenant, route, rule ORDER BY tenant, route, rule"

@@ -47,18 +47,29 @@ func TestVerdict(t *testing.T) {
 
 	oracle := map[Cell]*Entry{c: {Answered: Outcomes{"": 3, "contract": 9}, Unanswered: 1}, {"gw2", "acme", "other"}: {Answered: Outcomes{"": 4}}}
 	for _, tt := range []struct {
-		total, stored         uint64
-		killed                bool
+		account               Account // of the first gateway; the other one's is whole
+		total                 uint64
+		killed                string
 		lost, doubled, behind uint64
 	}{
-		{7, 7, false, 0, 0, 0}, {8, 8, false, 0, 0, 0}, {6, 7, false, 1, 0, 0}, {9, 7, false, 0, 2, 0}, {0, 7, false, 7, 0, 0},
-		{8, 7, false, 0, 1, 0}, {7, 8, false, 1, 0, 0}, // possible, but not what the history has
-		{8, 7, true, 0, 0, 0}, {7, 8, true, 0, 0, 1}, {5, 7, true, 0, 0, 2}, {9, 7, true, 0, 1, 0},
+		{Account{4, 0, 4}, 8, "", 0, 0, 0},
+		{Account{4, 0, 4}, 7, "", 1, 0, 0},
+		{Account{4, 0, 4}, 10, "gw1", 0, 2, 0},
+		{Account{4, 0, 4}, 0, "gw1", 8, 0, 0},
+		{Account{4, 2, 3}, 7, "", 1, 0, 0},
+		{Account{4, 2, 3}, 7, "gw2", 1, 0, 0},
+		{Account{4, 2, 3}, 7, "gw1", 0, 0, 1},
+		{Account{4, 2, 2}, 6, "gw1", 0, 0, 2},
+		{Account{4, 2, 1}, 5, "gw1", 1, 0, 3},
+		{Account{4, 2, 3}, 8, "gw1", 0, 1, 1},
+		{Account{4, 0, 5}, 9, "", 0, 1, 0},
+		{Account{4, 0, 5}, 9, "gw1", 0, 0, 0}, // the one without an answer
+		{Account{4, 0, 6}, 10, "gw1", 0, 1, 0},
 	} {
 		var v Verdict
-		v.Redis(oracle, map[Cell]Outcomes{c: {"": tt.stored - 4, "contract": 9}, {"gw2", "acme", "other"}: {"": 4}}, map[string]uint64{"acme": tt.total}, tt.killed)
+		v.Redis(oracle, map[Life]Account{{"gw1", "b", "acme"}: tt.account, {"gw2", "b", "acme"}: {4, 0, 4}}, map[string]uint64{"acme": tt.total}, map[string]bool{tt.killed: true})
 		if v.Lost != tt.lost || v.Doubled != tt.doubled || v.Behind != tt.behind {
-			t.Errorf("%+v: lost %d, doubled %d, behind %d", tt, v.Lost, v.Doubled, v.Behind)
+			t.Errorf("%+v: lost %d, doubled %d, behind %d: %q", tt, v.Lost, v.Doubled, v.Behind, v.Lines)
 		}
 	}
 }

@@ -10,7 +10,7 @@ import (
 // Verdict compares what was stored with what was answered. The zero Verdict has compared nothing.
 type Verdict struct {
 	Lost, Doubled uint64
-	Behind        uint64   // tokens of killed gateways that Redis was never told of
+	Behind        uint64   // tokens of killed gateways that nobody was told of
 	Lines         []string // one for each difference
 }
 
@@ -58,41 +58,46 @@ func (v *Verdict) History(oracle map[Cell]*Entry, stored map[Cell]Outcomes) {
 	}
 }
 
-// Redis judges Redis' totals of the contract rule by tenant, which count what was admitted: against the answers, and against the
-// history, from which they differ by nothing.
+// Life is one bucket's owner: a life of a gateway, and the tenant.
+type Life struct{ Gateway, Boot, Tenant string }
+
+// Account is what the history has of one life of a tenant's bucket of the contract rule, which every request of its asks.
+type Account struct {
+	Admitted uint64 // requests
+	Late     uint64 // of them, in reports after the last one that tells of the bucket
+	Taken    uint64 // tokens, as that one tells
+}
+
+// Redis judges Redis' totals of the contract rule by tenant, which count what was admitted: they are the sums of what reports told of
+// the buckets, exactly, and what these told is what was admitted, life by life, exactly.
 //
-// After a gateway was killed they may be behind. Its requests are on disk and get into the history; the tokens that its buckets
-// gave in the last moments are not, and no report ever tells of them. How many that are is added to Behind. More than what was
-// admitted they can never be.
-func (v *Verdict) Redis(oracle map[Cell]*Entry, stored map[Cell]Outcomes, totals map[string]uint64, killed bool) {
-	type sum struct{ admitted, unanswered, stored uint64 }
-	sums := map[string]sum{}
+// There is one exception. What the buckets of a gateway gave after their last report dies with it when it is killed, while its
+// requests are on disk and get into the history. It is added to Behind, and is no more than what was counted after that report. The
+// other way round, a request whose tokens were told of and that was cut off before it was counted has no answer.
+func (v *Verdict) Redis(oracle map[Cell]*Entry, accounts map[Life]Account, totals map[string]uint64, killed map[string]bool) {
+	unanswered := map[[2]string]uint64{}
 	for c, e := range oracle {
-		s := sums[c.Tenant]
-		s.admitted += e.Answered[""]
-		s.unanswered += e.Unanswered
-		sums[c.Tenant] = s
+		unanswered[[2]string{c.Gateway, c.Tenant}] += e.Unanswered
 	}
-	for c, o := range stored {
-		s := sums[c.Tenant]
-		s.stored += o[""]
-		sums[c.Tenant] = s
+	told := map[string]uint64{}
+	for _, l := range slices.SortedFunc(maps.Keys(accounts), func(a, b Life) int {
+		return cmp.Or(cmp.Compare(a.Gateway, b.Gateway), cmp.Compare(a.Tenant, b.Tenant), cmp.Compare(a.Boot, b.Boot))
+	}) {
+		a := accounts[l]
+		told[l.Tenant] += a.Taken
+		lost, doubled := a.Admitted-min(a.Admitted, a.Taken), a.Taken-min(a.Admitted, a.Taken)
+		if killed[l.Gateway] {
+			v.Behind += lost
+			lost -= min(lost, a.Late)
+			doubled -= min(doubled, unanswered[[2]string{l.Gateway, l.Tenant}])
+		}
+		v.add(lost, doubled, "buckets, %s, tenant %q, boot %s: admitted %d, %d of them after the last report, which tells of %d", l.Gateway, l.Tenant, l.Boot, a.Admitted, a.Late, a.Taken)
 	}
 	for tenant := range totals {
-		if _, ok := sums[tenant]; !ok {
-			sums[tenant] = sum{}
-		}
+		told[tenant] += 0
 	}
-	for _, tenant := range slices.Sorted(maps.Keys(sums)) {
-		s, have := sums[tenant], totals[tenant]
-		var lost, doubled uint64
-		if killed {
-			v.Behind += s.stored - min(s.stored, have)
-			doubled = have - min(have, s.admitted+s.unanswered)
-		} else {
-			lost = max(s.admitted, s.stored) - min(max(s.admitted, s.stored), have)
-			doubled = have - min(have, s.admitted+s.unanswered, s.stored)
-		}
-		v.add(lost, doubled, "Redis, tenant %q: admitted %d, %d without an answer, ClickHouse has %d, counted %d", tenant, s.admitted, s.unanswered, s.stored, have)
+	for _, tenant := range slices.Sorted(maps.Keys(told)) {
+		want, have := told[tenant], totals[tenant]
+		v.add(want-min(want, have), have-min(want, have), "Redis, tenant %q: reports told of %d, it counted %d", tenant, want, have)
 	}
 }
