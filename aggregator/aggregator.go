@@ -378,6 +378,21 @@ func (a *Aggregator) Run(ctx context.Context) error {
 	}
 }
 
+// Close takes the aggregator out of its metrics, which it may share with one that follows. Nothing else of it may run any more.
+func (a *Aggregator) Close() {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if !a.degraded.IsZero() {
+		a.degraded = time.Time{}
+		a.m.Degraded.Dec()
+	}
+	for g := range a.fleet {
+		a.m.ClockOffset.DeleteLabelValues(g)
+	}
+	a.m.Gateways.Set(0)
+	a.m.LiveKeys.Set(0)
+}
+
 // Step does what is due, and returns when something is due next. Run is a loop around it, for one goroutine; a simulation calls it
 // instead.
 func (a *Aggregator) Step(ctx context.Context) (next time.Time) {

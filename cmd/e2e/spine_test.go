@@ -240,8 +240,8 @@ func TestASecondAggregatorStandsBy(t *testing.T) {
 	aggregator := func(until string) *process {
 		return start(t, until, nil, append([]string{"aggregator", "--metrics-addr", "127.0.0.1:0"}, servers...)...)
 	}
-	first := aggregator("lease taken")
-	second := aggregator("standing by")
+	first := aggregator(`"lease":"leader"`)
+	second := aggregator(`"lease":"leader"`)
 	replayed := func() {
 		t.Helper()
 		out, errOut, code := weir(t, nil, append([]string{"replay", "--log", log, "--policy", policy, "--speed", "max", "-o", "json"}, servers...)...)

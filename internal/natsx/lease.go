@@ -21,6 +21,10 @@ type Lease struct {
 	Every  time.Duration // between writes (1s)
 	Expiry time.Duration // without a write, until another may take it (5 × Every)
 	Log    *slog.Logger
+
+	// Gone says whether it is known that nobody holds the lease, whoever wrote it last. Then it is taken at the second look and not
+	// when it expires. Nil never knows.
+	Gone func(context.Context) bool
 }
 
 // giveBack bounds how long giving a lease back may take.
@@ -54,8 +58,10 @@ func (l Lease) Hold(ctx context.Context, f func(context.Context) error) error {
 func (l Lease) acquire(ctx context.Context) (revision uint64, err error) {
 	var seen uint64 // revision at the last look
 	var since time.Time
-	for told := false; ; {
+	for told, gone := false, false; ; {
+		was := gone
 		entry, err := l.KV.Get(ctx, l.Key)
+		gone = err == nil && entry.Revision() == seen && l.Gone != nil && l.Gone(ctx)
 		switch {
 		case errors.Is(err, jetstream.ErrKeyNotFound):
 			if revision, err = l.KV.Create(ctx, l.Key, []byte(l.Owner)); err == nil {
@@ -65,7 +71,7 @@ func (l Lease) acquire(ctx context.Context) (revision uint64, err error) {
 			if entry.Revision() != seen {
 				seen, since = entry.Revision(), time.Now()
 			}
-			if v := string(entry.Value()); v == released || v == l.Owner || time.Since(since) > l.Expiry {
+			if v := string(entry.Value()); v == released || v == l.Owner || time.Since(since) > l.Expiry || gone && was {
 				if revision, err = l.KV.Update(ctx, l.Key, []byte(l.Owner), seen); err == nil {
 					return revision, nil
 				}

@@ -104,6 +104,34 @@ func TestADeadHoldersLeaseExpires(t *testing.T) {
 	}
 }
 
+// TestTheLeaseOfAHolderKnownToBeGoneIsTaken has one that writes no more, and one that does.
+func TestTheLeaseOfAHolderKnownToBeGoneIsTaken(t *testing.T) {
+	kv, url := leaseKV(t)
+	const every = 20 * time.Millisecond
+	l := natsx.Lease{KV: kvOf(t, url), Key: "leader", Owner: "heir", Every: every, Expiry: time.Hour, Log: embeddedtest.Log(t), Gone: func(context.Context) bool { return true }}
+	taken := errors.New("taken")
+	take := func(context.Context) error { return taken }
+	if _, err := kv.Put(t.Context(), "leader", []byte("dead")); err != nil {
+		t.Fatal(err)
+	}
+	if err := l.Hold(t.Context(), take); !errors.Is(err, taken) {
+		t.Errorf("Hold = %v, want the lease of the dead taken", err)
+	}
+	ctx, stop := context.WithCancel(t.Context())
+	ended := make(chan error, 1)
+	go func() { ended <- l.Hold(ctx, take) }()
+	for range 200 { // it writes more often than the other looks
+		if _, err := kv.Put(t.Context(), "leader", []byte("alive")); err != nil {
+			t.Fatal(err)
+		}
+		time.Sleep(time.Millisecond)
+	}
+	stop()
+	if err := <-ended; err != nil {
+		t.Errorf("Hold = %v, want nil: the holder writes", err)
+	}
+}
+
 // TestALostLeaseEndsTheWork has the lease taken away under its holder.
 func TestALostLeaseEndsTheWork(t *testing.T) {
 	kv, _ := leaseKV(t)

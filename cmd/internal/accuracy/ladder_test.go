@@ -3,7 +3,6 @@ package accuracy
 import (
 	"testing"
 
-
 	"github.com/weirhq/weir/limits"
 )
 

@@ -14,9 +14,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"golang.org/x/sync/errgroup"
 
-	"github.com/weirhq/weir/aggregator"
 	"github.com/weirhq/weir/aggregator/clickhouse"
-	"github.com/weirhq/weir/aggregator/natscast"
 	"github.com/weirhq/weir/aggregator/redis"
 	"github.com/weirhq/weir/ingest/jetstream"
 	"github.com/weirhq/weir/internal/natsx"
@@ -31,14 +29,12 @@ const (
 	alertsConsumer   = "history-alerts"
 )
 
-// Aggregator is the centre: throttling over Redis and history over ClickHouse, neither waiting for the other.
+// Aggregator is throttling over Redis and history over ClickHouse, neither waiting for the other. Of several aggregators one is the
+// centre, and one keeps the history.
 type Aggregator struct {
-	throttle *jetstream.Source[*schemas.Report]
-	history  *history
+	divider *divider
+	history *history
 }
-
-// throttleDelay is how long a batch of reports waits for more. A gateway that has run out of its share waits as long for the next.
-const throttleDelay = 5 * time.Millisecond
 
 // NewAggregator starts the centre on the stack. NATS must be there; Redis and ClickHouse may come later, but a wrong
 // password or a missing schema ends the process with one line that says so.
@@ -64,11 +60,6 @@ func NewAggregator(ctx context.Context, s Servers, nc *nats.Conn, m *Metrics, st
 	stack.Defer("ClickHouse client", store.Close)
 	recorder := clickhouse.NewRecorder(clickhouse.RecorderConfig{}, store, m.store, log)
 
-	agg := aggregator.New(aggregator.Config{OnPush: recordPushes(recorder)}, counter, natscast.New(nc), log, m.aggregator)
-	a := &Aggregator{}
-	if a.throttle, err = jetstream.NewSource(jetstream.Config{Name: throttleConsumer, MaxDelay: throttleDelay, Declare: declare}, nc, decodeReport, log, m.streams); err != nil {
-		return nil, err
-	}
 	marks, err := jetstream.NewMarks(nc, declare, log)
 	if err != nil {
 		return nil, err
@@ -82,7 +73,7 @@ func NewAggregator(ctx context.Context, s Servers, nc *nats.Conn, m *Metrics, st
 			return Reconcile(ctx, Books{NATS: nc, Counter: counter, Store: store}, from, to)
 		}),
 		account: newAccountant(store, js, m.overshoot, log)}
-	a.history = h
+	d := &divider{nc: nc, counter: counter, recorder: recorder, declare: declare, m: m, log: log}
 	stack.Go("marks of stored reports", marks.Run)
 	stack.Go("recorder", func(ctx context.Context) error { recorder.Run(ctx); return nil })
 	stack.Go("history", func(ctx context.Context) error {
@@ -91,8 +82,7 @@ func NewAggregator(ctx context.Context, s Servers, nc *nats.Conn, m *Metrics, st
 		}
 		return natsx.Lease{KV: kv, Key: "leader", Owner: rand.Text(), Log: log}.Hold(ctx, h.keep)
 	})
-	stack.Go("shares", agg.Run)
-	stack.Go("throttle", func(ctx context.Context) error {
+	stack.Go("centre", func(ctx context.Context) error {
 		remarks, err := counter.Check(ctx)
 		if err != nil {
 			log.Warn("Redis does not answer yet: gateways keep their last shares", "err", err)
@@ -100,15 +90,14 @@ func NewAggregator(ctx context.Context, s Servers, nc *nats.Conn, m *Metrics, st
 		for _, r := range remarks {
 			log.Warn("Redis", "remark", r)
 		}
-		return a.throttle.Consume(ctx, agg.Reports)
+		return natsx.Lease{KV: kv, Key: "centre", Owner: rand.Text(), Every: centreEvery, Expiry: centreExpiry, Log: log, Gone: d.gone}.Hold(ctx, d.keep)
 	})
-	stack.Go("centre", natscast.NewServer(nc, recordedCentre{agg, recorder}, log, m.cast).Run)
-	return a, nil
+	return &Aggregator{divider: d, history: h}, nil
 }
 
 // Ready says whether the centre reads its streams, and what keeps it from doing so.
 func (a *Aggregator) Ready() error {
-	return errors.Join(a.throttle.Ready(), a.history.ready())
+	return errors.Join(a.divider.ready(), a.history.ready())
 }
 
 // history is what one aggregator at a time does: it keeps the ledger and the history of alerts, reconciles
@@ -179,27 +168,6 @@ func decodeAlert(_, _ string, body []byte, _ time.Time) (*schemas.Alert, error) 
 		return nil, &schemas.Refusal{Reason: schemas.ReasonMalformed, Detail: err.Error()}
 	}
 	return a, nil
-}
-
-// recordedCentre keeps every heartbeat for the history.
-type recordedCentre struct {
-	*aggregator.Aggregator
-	recorder *clickhouse.Recorder
-}
-
-func (c recordedCentre) Heartbeat(h *schemas.Heartbeat, arrived time.Time) {
-	c.Aggregator.Heartbeat(h, arrived)
-	c.recorder.Gateway(clickhouse.GatewaySample{Time: arrived, Heartbeat: *h})
-}
-
-// recordPushes keeps every changed share for the history.
-func recordPushes(recorder *clickhouse.Recorder) func([]aggregator.PushedShare) {
-	return func(pushed []aggregator.PushedShare) {
-		for _, p := range pushed {
-			recorder.Throttle(clickhouse.ThrottleSample{Time: p.At, Gateway: p.Gateway,
-				ThrottleUpdate: &schemas.ThrottleUpdate{Shares: []schemas.Share{p.Share}}})
-		}
-	}
 }
 
 // awaitEvery is how often a server that is not there yet is looked for.

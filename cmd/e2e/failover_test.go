@@ -1,0 +1,168 @@
+package e2e
+
+import (
+	"encoding/json"
+	"fmt"
+	"net/http"
+	"net/http/httptest"
+	"slices"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/weirhq/weir/internal/embedded/embeddedtest"
+)
+
+// TestFailoverGrantsNothingTwice has two aggregators and three gateways under load. The one that divides the limits is killed, or
+// frozen and later woken, again and again: in no span of time do the gateways admit more than the limit and the bound.
+func TestFailoverGrantsNothingTwice(t *testing.T) {
+	const (
+		rate, burst = 60, 60
+		gateways    = 3
+	)
+	nats, redis := embeddedtest.NATS(t), embeddedtest.Redis(t)
+	up := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(http.StatusNoContent) }))
+	t.Cleanup(up.Close)
+	policy := write(t, "policy.yaml", fmt.Sprintf(`
+version: 1
+identity: {tenant: {header: X-App-Key}}
+routes:
+  - {name: lease, match: {path: /lease}}
+  - {name: shared, match: {path: /shared}}
+rules:
+  - {name: guard, layer: guard, key: [], rate: 13000/s, burst: 26000}
+  - {name: leased, layer: contract, key: [tenant], routes: [lease], rate: %[1]d/s, burst: %[2]d, consistency: lease}
+  - {name: shared, layer: contract, key: [tenant], routes: [shared], rate: %[1]d/s, burst: %[2]d}
+`, rate, burst))
+	aggregator := func() *process { // without a history, which is not what this is about
+		return start(t, `"lease":"centre"`, nil, "aggregator", "--metrics-addr", "127.0.0.1:0", "--nats", nats.URL(), "--redis", redis.URL(),
+			"--clickhouse", "http://127.0.0.1:1/weir", "--data", t.TempDir())
+	}
+	active := aggregator()
+	standby := aggregator()
+	var addrs []string
+	for i := range gateways {
+		p := start(t, `"msg":"throttling with the centre"`, nil, "gateway", "--name", fmt.Sprintf("g%d", i), "--fleet", fmt.Sprint(gateways), "--nats", nats.URL(), "--policy", policy,
+			"--upstream", up.URL, "--gateway-addr", "127.0.0.1:0", "--check-addr", "127.0.0.1:0", "--metrics-addr", "127.0.0.1:0", "--data", t.TempDir())
+		addrs = append(addrs, listener(t, p))
+	}
+
+	load := map[string]*admissions{"/lease": {}, "/shared": {}}
+	done := make(chan struct{})
+	var callers sync.WaitGroup
+	for path, a := range load { // three times the limit, most of it on a gateway that changes
+		callers.Go(func() {
+			began := time.Now()
+			var asks sync.WaitGroup
+			defer asks.Wait()
+			for n := 0; ; n++ {
+				if d := time.Until(began.Add(time.Duration(n) * time.Second / (3 * rate))); d > 0 {
+					select {
+					case <-time.After(d):
+					case <-done:
+						return
+					}
+				}
+				g := n % gateways
+				if n%10 < 7 {
+					g = n / (10 * 3 * rate) % gateways
+				}
+				asks.Go(func() {
+					if status, _, _ := get(t, "http://"+addrs[g]+path, "acme"); status == http.StatusNoContent {
+						a.add(time.Now())
+					}
+				})
+			}
+		})
+	}
+	takes := func(p *process) func() bool { // the lease, from now on
+		from := len(p.lines())
+		return func() bool {
+			return slices.ContainsFunc(p.lines()[from:], func(line string) bool {
+				return strings.Contains(line, "lease taken") && strings.Contains(line, `"lease":"centre"`)
+			})
+		}
+	}
+	began := time.Now()
+	time.Sleep(4 * time.Second)
+	for round := range 4 {
+		taken := takes(standby)
+		at := time.Now()
+		if frozen := round%2 == 0; frozen {
+			active.signal(syscall.SIGSTOP)
+			eventually(t, "the other takes over", taken)
+			time.Sleep(time.Duration(round) * 1500 * time.Millisecond) // woken while the other learns, and when it divides
+			active.signal(syscall.SIGCONT)
+			active, standby = standby, active
+		} else {
+			active.stop(syscall.SIGKILL)
+			eventually(t, "the other takes over", taken)
+			active = standby
+			standby = aggregator()
+		}
+		t.Logf("round %d: taken over after %s", round, time.Since(at).Round(100*time.Millisecond))
+		time.Sleep(5 * time.Second)
+	}
+	close(done)
+	callers.Wait()
+	lasted := time.Since(began).Seconds()
+	for path, a := range load {
+		bound := float64(burst + rate + 2*gateways) // the bucket, a second in which not all have the same news, two tokens at each gateway
+		if path == "/lease" {
+			bound += burst // that gateways hold while it fills
+		}
+		over, from, to := a.worst(rate)
+		t.Logf("%s: %d admitted in %.1f s, %.0f of the limit; at worst %.0f beyond the rate, in %s", path, len(a.at), lasted, float64(len(a.at))/rate/lasted*100, over, to.Sub(from).Round(10*time.Millisecond))
+		if over > bound {
+			t.Errorf("%s: %.0f admitted beyond the rate between %s and %s, want at most %.0f", path, over, from.Sub(began), to.Sub(began), bound)
+		}
+		if got := float64(len(a.at)); got < 0.5*rate*lasted {
+			t.Errorf("%s: %.0f admitted in %.1f s, want half of the limit at least", path, got, lasted)
+		}
+	}
+}
+
+// listener is the address at which a gateway takes requests.
+func listener(t *testing.T, p *process) string {
+	t.Helper()
+	for _, line := range p.lines() {
+		var up struct{ Msg, Addr string }
+		if err := json.Unmarshal([]byte(line), &up); err == nil && up.Msg == "gateway is up" {
+			return up.Addr
+		}
+	}
+	t.Fatal("the gateway does not say where it is")
+	return ""
+}
+
+// admissions are the instants at which requests were admitted.
+type admissions struct {
+	mu sync.Mutex
+	at []time.Time
+}
+
+func (a *admissions) add(at time.Time) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	a.at = append(a.at, at)
+}
+
+// worst is the most that was admitted beyond a rate in any span of time, and when that was.
+func (a *admissions) worst(rate float64) (over float64, from, to time.Time) {
+	slices.SortFunc(a.at, time.Time.Compare)
+	level, since := 0.0, time.Time{}
+	for i, at := range a.at {
+		if i > 0 {
+			level -= rate * at.Sub(a.at[i-1]).Seconds()
+		}
+		if level <= 0 {
+			level, since = 0, at
+		}
+		if level++; level > over {
+			over, from, to = level, since, at
+		}
+	}
+	return over, from, to
+}

@@ -1,0 +1,105 @@
+package app
+
+import (
+	"context"
+	"errors"
+	"log/slog"
+	"sync"
+	"time"
+
+	"github.com/nats-io/nats.go"
+	"golang.org/x/sync/errgroup"
+
+	"github.com/weirhq/weir/aggregator"
+	"github.com/weirhq/weir/aggregator/clickhouse"
+	"github.com/weirhq/weir/aggregator/natscast"
+	"github.com/weirhq/weir/ingest/jetstream"
+	"github.com/weirhq/weir/schemas"
+)
+
+// Timing of the lease of the centre. One that is frozen is replaced after centreExpiry; one that has died, as soon as NATS knows.
+const (
+	centreEvery  = 500 * time.Millisecond
+	centreExpiry = 3 * time.Second
+)
+
+// throttleDelay is how long a batch of reports waits for more. A gateway that has run out of its share waits as long for the next.
+const throttleDelay = 5 * time.Millisecond
+
+// divider is what one aggregator at a time does: it divides limits between gateways. What it remembers of them ends with its lease.
+// Two at once do no harm, for gateways follow the one that took over last, but half of the reports would move nothing.
+type divider struct {
+	nc       *nats.Conn
+	counter  aggregator.Counter
+	recorder *clickhouse.Recorder
+	declare  func(context.Context) error
+	m        *Metrics
+	log      *slog.Logger
+
+	mu      sync.Mutex // guards reports
+	reports *jetstream.Source[*schemas.Report]
+}
+
+// keep is the centre until ctx is done.
+func (d *divider) keep(ctx context.Context) error {
+	reports, err := jetstream.NewSource(jetstream.Config{Name: throttleConsumer, MaxDelay: throttleDelay, Declare: d.declare}, d.nc, decodeReport, d.log, d.m.streams)
+	if err != nil {
+		return err
+	}
+	agg := aggregator.New(aggregator.Config{OnPush: recordPushes(d.recorder)}, d.counter, natscast.New(d.nc), d.log, d.m.aggregator)
+	defer agg.Close()
+	d.read(reports)
+	defer d.read(nil)
+	g, ctx := errgroup.WithContext(ctx)
+	g.Go(func() error { return agg.Run(ctx) })
+	g.Go(func() error { return reports.Consume(ctx, agg.Reports) })
+	g.Go(func() error {
+		return natscast.NewServer(d.nc, recordedCentre{agg, d.recorder}, d.log, d.m.cast).Run(ctx)
+	})
+	return g.Wait()
+}
+
+// gone says whether no process is the centre: nobody would answer a gateway that asks for the time.
+func (d *divider) gone(ctx context.Context) bool {
+	ctx, cancel := context.WithTimeout(ctx, centreEvery)
+	defer cancel()
+	_, err := d.nc.RequestWithContext(ctx, schemas.ClockSubject, nil)
+	return errors.Is(err, nats.ErrNoResponders)
+}
+
+func (d *divider) read(reports *jetstream.Source[*schemas.Report]) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.reports = reports
+}
+
+// ready says what keeps the centre from dividing. One that stands by is ready to take over.
+func (d *divider) ready() error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.reports == nil {
+		return nil
+	}
+	return d.reports.Ready()
+}
+
+// recordedCentre keeps every heartbeat for the history.
+type recordedCentre struct {
+	*aggregator.Aggregator
+	recorder *clickhouse.Recorder
+}
+
+func (c recordedCentre) Heartbeat(h *schemas.Heartbeat, arrived time.Time) {
+	c.Aggregator.Heartbeat(h, arrived)
+	c.recorder.Gateway(clickhouse.GatewaySample{Time: arrived, Heartbeat: *h})
+}
+
+// recordPushes keeps every changed share for the history.
+func recordPushes(recorder *clickhouse.Recorder) func([]aggregator.PushedShare) {
+	return func(pushed []aggregator.PushedShare) {
+		for _, p := range pushed {
+			recorder.Throttle(clickhouse.ThrottleSample{Time: p.At, Gateway: p.Gateway,
+				ThrottleUpdate: &schemas.ThrottleUpdate{Shares: []schemas.Share{p.Share}}})
+		}
+	}
+}
