@@ -33,21 +33,29 @@ type Correction struct {
 // ErrCorrection is in the chain of the error about a correction that cannot be meant.
 var ErrCorrection = errors.New("this correction cannot be meant")
 
-func (c *Correction) validate() error {
+// Validate tells every mistake that can be seen without the history, each with the field that it is in.
+func (c *Correction) Validate() error {
 	var bad []string
-	add := func(wrong bool, text string) {
+	add := func(wrong bool, format string, args ...any) {
 		if wrong {
-			bad = append(bad, text)
+			bad = append(bad, fmt.Sprintf(format, args...))
 		}
 	}
-	add(!c.Hour.Equal(c.Hour.Truncate(time.Hour)) || c.Hour.IsZero(), "the hour is not a whole one")
-	add(c.Gateway == "" || c.Tenant == "" || c.Route == "", "gateway, tenant or route is missing")
-	add(strings.TrimSpace(c.Reason) == "", "the reason is missing")
-	add(strings.TrimSpace(c.Author) == "", "the author is missing")
-	add(c.Allowed == 0 && c.Rejected == 0 && c.Cost == 0, "it changes nothing")
-	add(max(c.Allowed, -c.Allowed, c.Rejected, -c.Rejected, c.Cost, -c.Cost) > schemas.MaxCount, "a number is too large")
-	add(c.Rejected != 0 && c.Rule == "", "the rule that rejected is missing")
-	add(len(c.Ref) > schemas.MaxTextBytes, "the ref is too long")
+	add(!c.Hour.Equal(c.Hour.Truncate(time.Hour)) || c.Hour.IsZero(), "hour is %s, want a whole one", c.Hour.UTC().Format(time.RFC3339))
+	for _, f := range [][2]string{{"gateway", c.Gateway}, {"tenant", c.Tenant}, {"route", c.Route}, {"reason", c.Reason}, {"author", c.Author}} {
+		add(strings.TrimSpace(f[1]) == "", "%s is empty", f[0])
+	}
+	add(c.Allowed == 0 && c.Rejected == 0 && c.Cost == 0, "allowed, rejected and cost are 0: it changes nothing")
+	for _, f := range []struct {
+		name string
+		n    int64
+	}{{"allowed", c.Allowed}, {"rejected", c.Rejected}, {"cost", c.Cost}} {
+		add(f.n > schemas.MaxCount || f.n < -schemas.MaxCount, "%s is %d, want at most %d", f.name, f.n, int64(schemas.MaxCount))
+	}
+	add(c.Rejected != 0 && c.Rule == "", "rule is empty, want the one that rejected")
+	for _, f := range [][2]string{{"ref", c.Ref}, {"tenant", c.Tenant}, {"route", c.Route}, {"rule", c.Rule}, {"author", c.Author}} {
+		add(len(f[1]) > schemas.MaxTextBytes, "%s has %d bytes, want at most %d", f[0], len(f[1]), schemas.MaxTextBytes)
+	}
 	if bad == nil {
 		return nil
 	}
@@ -73,7 +81,7 @@ var correctionsTable = table[Correction]{"corrections", []column[Correction]{
 // whose ref names another correction.
 func (s *Store) Correct(ctx context.Context, c Correction) (Correction, error) {
 	const doing = "correct usage"
-	if err := c.validate(); err != nil {
+	if err := c.Validate(); err != nil {
 		return c, err
 	}
 	if c.Made.IsZero() {
@@ -103,8 +111,13 @@ func (s *Store) Correct(ctx context.Context, c Correction) (Correction, error) {
 		Scan(&allowed, &rejected, &cost); err != nil {
 		return c, s.explain(doing, err)
 	}
-	if allowed+c.Allowed < 0 || rejected+c.Rejected < 0 || cost+c.Cost < 0 {
-		return c, fmt.Errorf("%w: %d allowed, %d rejected and %d cost are on record, and none of them can go below zero", ErrCorrection, allowed, rejected, cost)
+	for _, f := range []struct {
+		name    string
+		have, n int64
+	}{{"allowed", allowed, c.Allowed}, {"rejected", rejected, c.Rejected}, {"cost", cost, c.Cost}} {
+		if f.have+f.n < 0 {
+			return c, fmt.Errorf("%w: %s %d would be below zero, for %d are on record", ErrCorrection, f.name, f.n, f.have)
+		}
 	}
 	return c, s.explain(doing, insert(ctx, s, correctionsTable, "correction-"+c.Ref, []Correction{c}))
 }

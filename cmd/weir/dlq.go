@@ -15,6 +15,7 @@ import (
 	"github.com/weirhq/weir/cmd/internal/text"
 	"github.com/weirhq/weir/ingest/jetstream"
 	"github.com/weirhq/weir/internal/run"
+	"github.com/weirhq/weir/schemas"
 )
 
 func dlqCommand() *cobra.Command {
@@ -92,6 +93,9 @@ func dlqListCommand() *cobra.Command {
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if n < 1 {
 				return usagef("-n %d, want 1 or more", n)
+			}
+			if err := checkReason(reason); err != nil {
+				return err
 			}
 			return b.open(cmd, func(d *jetstream.DeadLetters) (err error) {
 				var list deadList
@@ -182,6 +186,9 @@ func dlqEachCommand(name, short, long string, do func(*jetstream.DeadLetters, *c
 			case reason != "" && !all:
 				return usagef("--reason goes with --all")
 			}
+			if err := checkReason(reason); err != nil {
+				return err
+			}
 			return b.open(cmd, func(d *jetstream.DeadLetters) error {
 				if all {
 					list, err := d.List(cmd.Context(), reason, 1<<31-1)
@@ -200,6 +207,14 @@ func dlqEachCommand(name, short, long string, do func(*jetstream.DeadLetters, *c
 	cmd.Flags().StringVar(&reason, "reason", "", "with --all, only of this reason")
 	b.bind(cmd)
 	return cmd
+}
+
+// checkReason refuses what is no reason; empty is all of them.
+func checkReason(reason string) error {
+	if reason != "" && schemas.ValidName(reason) != nil {
+		return usagef("--reason %q, want one that weir dlq list shows", reason)
+	}
+	return nil
 }
 
 // letterResult is what became of one letter.

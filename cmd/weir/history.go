@@ -91,6 +91,14 @@ are not over are left out unless --to names one.`,
 		Example: "  weir history verify --last 24h\n  weir history verify --from 2026-11-29T10:00:00Z --to 2026-11-29T11:00:00Z --journal /var/lib/weir -o json",
 		Args:    noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
+			var journals []app.Journal
+			for _, dir := range folders {
+				found, err := app.Journals(dir)
+				if err != nil {
+					return usagef("--journal %s: %w", dir, err)
+				}
+				journals = append(journals, found...)
+			}
 			return q.ask(cmd, func(s *clickhouse.Store, from, to time.Time) (err error) {
 				from = from.Truncate(time.Hour)
 				if q.period.to == "" && from.Before(to.Truncate(time.Hour)) {
@@ -111,15 +119,7 @@ are not over are left out unless --to names one.`,
 					return err
 				}
 				stack.Defer("Redis client", counter.Close)
-				books := app.Books{NATS: nc, Counter: counter, Store: s}
-				for _, dir := range folders {
-					journals, err := app.Journals(dir)
-					if err != nil {
-						return err
-					}
-					books.Journals = append(books.Journals, journals...)
-				}
-				r, err := app.Reconcile(cmd.Context(), books, from, to)
+				r, err := app.Reconcile(cmd.Context(), app.Books{NATS: nc, Counter: counter, Store: s, Journals: journals}, from, to)
 				if err != nil {
 					return err
 				}
@@ -180,6 +180,9 @@ corrected_1h, is the sum of both. The same --ref again is the same correction. N
 			}
 			if err := s.resolve(); err != nil {
 				return err
+			}
+			if err := c.Validate(); err != nil {
+				return usageError{err}
 			}
 			store, err := clickhouse.Open(s.clickhouse, log)
 			if err != nil {

@@ -146,6 +146,9 @@ func usageTenantCommand() *cobra.Command {
 		Example: "  weir usage tenant acme --last 24h --step 1h",
 		Args:    oneArg("the tenant's name"),
 		RunE: func(cmd *cobra.Command, args []string) error {
+			if err := checkStep(step); err != nil {
+				return err
+			}
 			return q.ask(cmd, func(s *clickhouse.Store, from, to time.Time) error {
 				u, err := s.Tenant(cmd.Context(), args[0], from, to, step)
 				if err != nil {
@@ -185,6 +188,9 @@ func usageCurveCommand() *cobra.Command {
 			if key != "" && tenant != "" {
 				return usagef("--key and --tenant exclude one another")
 			}
+			if err := checkStep(step); err != nil {
+				return err
+			}
 			return q.ask(cmd, func(s *clickhouse.Store, from, to time.Time) error {
 				points, err := s.Curve(cmd.Context(), clickhouse.CurveQuery{Rule: rule, Key: key, Tenant: tenant, From: from, To: to, Step: step})
 				if err != nil {
@@ -205,6 +211,14 @@ func usageCurveCommand() *cobra.Command {
 	cmd.Flags().DurationVar(&step, "step", 10*time.Second, "length of a step")
 	q.bind(cmd, 10*time.Minute)
 	return cmd
+}
+
+// checkStep refuses a step that no answer could have.
+func checkStep(step time.Duration) error {
+	if step < time.Millisecond || step%time.Millisecond != 0 {
+		return usagef("--step %s, want whole milliseconds, at least one", step)
+	}
+	return nil
 }
 
 // oneArg wants exactly one argument.

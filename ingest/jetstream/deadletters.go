@@ -59,7 +59,10 @@ func (d *DeadLetters) stream(ctx context.Context) (jetstream.Stream, error) {
 	if errors.Is(err, nats.ErrNoResponders) || errors.Is(err, nats.ErrTimeout) || errors.Is(err, context.DeadlineExceeded) {
 		err = errors.Join(natsx.ErrUnreachable, err)
 	}
-	if err != nil {
+	switch {
+	case errors.Is(err, jetstream.ErrStreamNotFound):
+		return nil, fmt.Errorf("stream %s is not there, the aggregator makes it: %w", schemas.DeadStream, err)
+	case err != nil:
 		return nil, fmt.Errorf("stream %s: %w", schemas.DeadStream, err)
 	}
 	return s, nil

@@ -3,6 +3,7 @@ package app
 import (
 	"cmp"
 	"context"
+	"errors"
 	"fmt"
 	"path/filepath"
 	"slices"
@@ -62,7 +63,7 @@ func Journals(data string) ([]Journal, error) {
 		return nil, fmt.Errorf("look for journals: %w", err)
 	}
 	if len(dirs) == 0 {
-		return nil, fmt.Errorf("there is no journal of a gateway under %s", data)
+		return nil, errors.New("it holds no journal of a gateway, want a gateway's --data folder")
 	}
 	var all []Journal
 	for _, dir := range dirs {
@@ -88,6 +89,9 @@ const maxWaiting = 100_000
 // and their usage, the cumulative counts in Redis and in ClickHouse, and the roll-ups.
 func Reconcile(ctx context.Context, b Books, from, to time.Time) (Reconciliation, error) {
 	r := Reconciliation{From: from.UTC(), To: to.UTC(), Journals: len(b.Journals), Differences: []Difference{}}
+	if _, _, err := b.Counter.About(ctx); err != nil { // it might not be asked anything, and "equal" would then be half a truth
+		return r, err
+	}
 	total, err := b.Store.Totals(ctx, from, to)
 	if err != nil {
 		return r, err
