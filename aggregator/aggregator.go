@@ -4,6 +4,7 @@ package aggregator
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"log/slog"
 	"maps"
@@ -79,6 +80,7 @@ const (
 	catchUp    = time.Second            // after the counter was away, to fold what has gathered meanwhile
 	repeatIn   = 250 * time.Millisecond // a grant that shows in no report within this is said again
 	settleIn   = time.Second            // a key unheard of for longer is looked at
+	together   = 5 * time.Millisecond   // keys of which tokens are due within this are looked at together
 	hearIn     = 50 * time.Millisecond  // a push is in force at the gateway after this
 	retryPause = 100 * time.Millisecond // after a failed fold, before the batch may come again
 	liveHolds  = time.Second            // one reading of all live keys serves all snapshots of this time
@@ -96,12 +98,15 @@ type Aggregator struct {
 
 	mu       sync.Mutex           // guards what follows
 	fleet    map[string]time.Time // when each gateway was last heard
+	left     map[string]departure // gateways that said that they stop, for as long as their last reports may come
 	keys     map[Key]*entry       // keys of which some gateway holds a share it would not guess
 	degraded time.Time            // since when the counter does not answer; zero while it does
 	castLost int                  // updates not sent since the last word about it
 	epoch    uint64               // of this centre; 0 before it has one
 	behind   bool                 // the last batch of reports was not folded
 	believe  time.Time            // until then gateways are listened to, and no limit is divided
+	said     bool                 // the fleet was told that nothing is granted
+	fewer    bool                 // a gateway left, and the fleet was not told
 	delays   map[string]*delay    // of each gateway's reports
 	weights  weights
 	waiting  map[Key]time.Time // keys kept by grants, of which a gateway waits for a token that there is at this time
@@ -113,6 +118,12 @@ type Aggregator struct {
 	liveMu sync.Mutex // guards what follows, also while it is read
 	live   []KeyState
 	liveAt time.Time
+}
+
+// departure is the end of one life of a gateway.
+type departure struct {
+	boot string
+	at   time.Time
 }
 
 // entry is what we remember of a key.
@@ -137,6 +148,7 @@ type held struct {
 	tokens         int64 // millionths, with those that are on their way to it …
 	asOf           int64 // … in µs by the counter's clock
 	granted, grant uint64
+	said           int64 // when it reported, in µs by the counter's clock
 
 	boot        string // of the bucket that this is about, and of its newest report
 	incarnation uint32
@@ -161,7 +173,8 @@ func (e *entry) note(u *Use, at int64) {
 		e.held[u.Gateway] = h
 	}
 	h.seq, h.granted, h.grant = u.Seq, u.Granted, max(h.grant, u.Granted)
-	h.tokens, h.asOf = 1e6*(max(u.Tokens, 0)+int64(h.grant-h.granted)), at-u.Age.Microseconds()
+	h.said = at - u.Age.Microseconds()
+	h.tokens, h.asOf = 1e6*(max(u.Tokens, 0)+int64(h.grant-h.granted)), h.said
 }
 
 // delay finds out how much later than usual a gateway's report comes, without a clock that both sides agree on: the smallest
@@ -189,13 +202,16 @@ func (d *delay) of(sealed, now time.Time) time.Duration {
 	return min(diff-min(d.least, d.before), delayMax)
 }
 
-// age tells of each report how old it is.
+// age tells of each report how old it is. The last ones of a gateway that has left are charged, and say nothing of what it holds.
 func (a *Aggregator) age(folds []Fold, now time.Time) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	for i := range folds {
 		for j := range folds[i].Uses {
 			u := &folds[i].Uses[j]
+			if left, ok := a.left[u.Gateway]; ok && left.boot == u.Boot {
+				u.late, u.DemandNanos = true, 0
+			}
 			if u.Sealed.IsZero() {
 				continue
 			}
@@ -219,7 +235,7 @@ func (e *entry) part(gateway string, even Limit, now int64) *held {
 	if h := e.held[gateway]; h != nil {
 		return h
 	}
-	return &held{Limit: even, tokens: saturatingMul(even.Burst, 1e6), asOf: now}
+	return &held{Limit: even, tokens: saturatingMul(even.Burst, 1e6), asOf: now, said: now}
 }
 
 // byGrants says whether the key is kept by grants alone: its tokens are too few for rates and bursts, or are not to be given twice.
@@ -235,7 +251,7 @@ func New(cfg Config, counter Counter, caster Caster, log *slog.Logger, m *Metric
 	}
 	now := cfg.Now()
 	return &Aggregator{cfg: cfg, counter: counter, caster: caster, log: log, m: m, learned: now.Add(cfg.Learn),
-		fleet: make(map[string]time.Time), keys: make(map[Key]*entry), waiting: make(map[Key]time.Time), delays: make(map[string]*delay), wake: make(chan struct{}, 1), keepaliveAt: now.Add(cfg.Keepalive), digestAt: now.Add(cfg.Digest)}
+		fleet: make(map[string]time.Time), left: make(map[string]departure), keys: make(map[Key]*entry), waiting: make(map[Key]time.Time), delays: make(map[string]*delay), wake: make(chan struct{}, 1), keepaliveAt: now.Add(cfg.Keepalive), digestAt: now.Add(cfg.Digest)}
 }
 
 // Reports folds a batch and casts the shares that change. It is the handler of the throttle consumer: after an error the batch
@@ -244,8 +260,8 @@ func (a *Aggregator) Reports(ctx context.Context, b schemas.Batch[*schemas.Repor
 	now := a.cfg.Now()
 	late := now.Add(-a.cfg.Late)
 	for _, item := range b.Items {
-		if item.Arrived.After(late) {
-			a.saw(item.Value.Gateway, now)
+		if r := item.Value; item.Arrived.After(late) && !a.hasLeft(r.Gateway, r.Boot) {
+			a.saw(r.Gateway, now)
 		}
 	}
 	folds := merge(b.Items, late)
@@ -278,15 +294,46 @@ func (a *Aggregator) behindBy(err error, now time.Time) {
 		a.believe = now.Add(catchUp)
 	}
 	a.behind = err != nil
+	a.turned()
+}
+
+// frozen says whether nothing is granted: the counter is away, or was until lately. mu is held.
+func (a *Aggregator) frozen() bool {
+	return a.behind || !a.degraded.IsZero() || a.cfg.Now().Before(a.believe)
+}
+
+// turned wakes Step when the fleet believes something else of us than is so. mu is held.
+func (a *Aggregator) turned() {
+	if a.frozen() != a.said {
+		a.alarm()
+	}
+}
+
+// alarm lets Step look at once.
+func (a *Aggregator) alarm() {
+	select {
+	case a.wake <- struct{}{}:
+	default:
+	}
 }
 
 // Heartbeat takes a gateway's sign of life that arrived at a time of this process's clock.
+// It may be the last one, after which the gateway's part of all limits is free at once.
 func (a *Aggregator) Heartbeat(h *schemas.Heartbeat, arrived time.Time) {
+	if h.Mode == schemas.ModeStopped {
+		a.leave(h.Gateway, h.Boot, arrived)
+		return
+	}
+	if a.hasLeft(h.Gateway, h.Boot) {
+		return
+	}
 	a.saw(h.Gateway, arrived)
 	if h.ClockKnown {
 		a.m.ClockOffset.WithLabelValues(h.Gateway).Set(h.ClockOffset.Seconds())
 	}
 }
+
+var errFrozen = errors.New("the counter was away, and what gateways used meanwhile is counted first")
 
 // Take answers gateways that ask about each request of a key whose limit is kept strictly.
 func (a *Aggregator) Take(ctx context.Context, asked []schemas.TakeRequest) ([]schemas.TakeReply, error) {
@@ -298,6 +345,12 @@ func (a *Aggregator) Take(ctx context.Context, asked []schemas.TakeRequest) ([]s
 	a.answered(err)
 	if err != nil {
 		return nil, fmt.Errorf("take tokens of %d keys: %w", len(takes), err)
+	}
+	a.mu.Lock()
+	frozen := a.frozen()
+	a.mu.Unlock()
+	if frozen { // its buckets may be full because it forgot what was taken
+		return nil, fmt.Errorf("take tokens of %d keys: %w", len(takes), errFrozen)
 	}
 	replies := make([]schemas.TakeReply, len(taken))
 	for i, t := range taken {
@@ -340,7 +393,8 @@ func (a *Aggregator) Snapshot(ctx context.Context, gateway string) (*schemas.Thr
 		}
 		h := e.held[gateway]
 		if h == nil || !h.told {
-			shares, reasons := a.plan(e, s, fleet, now)
+			plan, reasons := a.plan(e, s, fleet, now)
+			shares := plan.Shares
 			at, _ := slices.BinarySearch(fleet, gateway)
 			shares[at].Grant = 0
 			h = e.tell(s, &shares[at], reasons[at], len(fleet), now)
@@ -404,14 +458,29 @@ func (a *Aggregator) Step(ctx context.Context) (next time.Time) {
 			if !a.recalled {
 				a.recalled = a.recall(ctx)
 			}
-			a.settle(ctx)
+			a.settle(ctx, func(e *entry) bool { return a.cfg.Now().Sub(e.asked) >= settleIn })
 		}
 	}
+	a.announce(ctx)
 	if a.due(&a.digestAt, a.cfg.Digest) {
 		a.digest(ctx)
 	}
 	a.serve(ctx)
 	return a.Due()
+}
+
+// announce tells the fleet at once when nothing is granted any more, when it is again, and when a gateway has left.
+func (a *Aggregator) announce(ctx context.Context) {
+	a.mu.Lock()
+	frozen, turned, fewer := a.frozen(), a.frozen() != a.said, a.fewer
+	a.mu.Unlock()
+	if !turned && !fewer || a.cfg.Now().Before(a.learned) {
+		return
+	}
+	a.speak(ctx)
+	if !frozen {
+		a.settle(ctx, func(e *entry) bool { return fewer || e.unsure })
+	}
 }
 
 // takeOver begins this centre's epoch: what one before it says from now on is late. Without a counter there is none yet, and nothing
@@ -442,6 +511,12 @@ func (a *Aggregator) Due() time.Time {
 		if at.Before(next) {
 			next = at
 		}
+	}
+	switch now := a.cfg.Now(); {
+	case (a.frozen() != a.said || a.fewer) && a.learned.Before(next):
+		next = a.learned // or now, if that is past
+	case a.believe.After(now) && a.believe.Before(next):
+		next = a.believe
 	}
 	return next
 }
@@ -514,23 +589,55 @@ func (a *Aggregator) fleetChanged() {
 func (a *Aggregator) expire() {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	gone := 0
+	gone := false
 	for g, at := range a.fleet {
-		if a.cfg.Now().Sub(at) <= a.cfg.FleetExpiry {
-			continue
+		if a.cfg.Now().Sub(at) > a.cfg.FleetExpiry {
+			a.forget(g)
+			a.log.Warn("gateway is silent", "gateway", g, "gateways", len(a.fleet))
+			gone = true
 		}
-		delete(a.fleet, g)
-		delete(a.delays, g)
-		for _, e := range a.keys {
-			delete(e.held, g)
-		}
-		a.m.ClockOffset.DeleteLabelValues(g)
-		a.log.Warn("gateway is silent", "gateway", g, "gateways", len(a.fleet))
-		gone++
 	}
-	if gone > 0 {
+	if gone {
 		a.fleetChanged()
 	}
+	for g, d := range a.left {
+		if a.cfg.Now().Sub(d.at) > a.cfg.Late {
+			delete(a.left, g)
+		}
+	}
+}
+
+// leave takes a gateway out of the fleet that said so, and divides what it had.
+func (a *Aggregator) leave(gateway, boot string, at time.Time) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	a.left[gateway] = departure{boot, at}
+	if _, known := a.fleet[gateway]; !known {
+		return
+	}
+	a.forget(gateway)
+	a.log.Info("gateway left", "gateway", gateway, "gateways", len(a.fleet))
+	a.fleetChanged()
+	a.fewer = true
+	a.alarm()
+}
+
+// hasLeft says whether this life of a gateway is over.
+func (a *Aggregator) hasLeft(gateway, boot string) bool {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	left, ok := a.left[gateway]
+	return ok && left.boot == boot
+}
+
+// forget drops a gateway and what it held. mu is held.
+func (a *Aggregator) forget(gateway string) {
+	delete(a.fleet, gateway)
+	delete(a.delays, gateway)
+	for _, e := range a.keys {
+		delete(e.held, gateway)
+	}
+	a.m.ClockOffset.DeleteLabelValues(gateway)
 }
 
 // gateways is the fleet in order. mu is held.
@@ -538,17 +645,25 @@ func (a *Aggregator) gateways() []string { return slices.Sorted(maps.Keys(a.flee
 
 // update is a message without shares. mu is held.
 func (a *Aggregator) update(gateway string, gateways int) *schemas.ThrottleUpdate {
-	return &schemas.ThrottleUpdate{Gateways: gateways, Weight: a.weights.told[gateway], TTL: a.cfg.TTL, Epoch: a.epoch, Frozen: a.behind || !a.degraded.IsZero() || a.cfg.Now().Before(a.believe)}
+	return &schemas.ThrottleUpdate{Gateways: gateways, Weight: a.weights.told[gateway], TTL: a.cfg.TTL, Epoch: a.epoch, Frozen: a.frozen()}
 }
 
 func (a *Aggregator) keepalive(ctx context.Context) {
 	a.mu.Lock()
+	a.weights.step(a.gateways(), a.cfg.Now())
+	a.mu.Unlock()
+	a.speak(ctx)
+}
+
+// speak says to each gateway how things are.
+func (a *Aggregator) speak(ctx context.Context) {
+	a.mu.Lock()
 	fleet := a.gateways()
-	a.weights.step(fleet, a.cfg.Now())
 	updates := make([]*schemas.ThrottleUpdate, len(fleet))
 	for i, g := range fleet {
 		updates[i] = a.update(g, len(fleet))
 	}
+	a.said, a.fewer = a.frozen(), false
 	a.mu.Unlock()
 	for i, g := range fleet {
 		a.cast(ctx, g, updates[i])
@@ -571,13 +686,13 @@ func (a *Aggregator) recall(ctx context.Context) bool {
 	return true
 }
 
-// settle looks at remembered keys that no report has mentioned lately: demand fades, debt is repaid, gateways come and go.
-func (a *Aggregator) settle(ctx context.Context) {
-	now := a.cfg.Now()
+// settle looks at remembered keys such as those that no report has mentioned lately: demand fades, debt is repaid, gateways come
+// and go.
+func (a *Aggregator) settle(ctx context.Context, due func(*entry) bool) {
 	var folds []Fold
 	a.mu.Lock()
 	for key, e := range a.keys {
-		if now.Sub(e.asked) >= settleIn {
+		if due(e) {
 			folds = append(folds, Fold{Key: key, Limit: e.state.Limit})
 		}
 	}
@@ -672,10 +787,12 @@ func (a *Aggregator) answered(err error) {
 		a.m.Degraded.Inc()
 		a.log.Error("the counter does not answer: shares stay as they are", "err", err)
 	case err == nil && !a.degraded.IsZero():
-		a.log.Info("the counter answers again", "after", a.cfg.Now().Sub(a.degraded).Round(time.Millisecond))
-		a.degraded = time.Time{}
+		now := a.cfg.Now()
+		a.log.Info("the counter answers again", "after", now.Sub(a.degraded).Round(time.Millisecond))
+		a.degraded, a.believe = time.Time{}, now.Add(catchUp)
 		a.m.Degraded.Dec()
 	}
+	a.turned()
 }
 
 // divide casts the shares of states that differ from what gateways have.
@@ -786,7 +903,7 @@ func (e *entry) hear(f *Fold, s *KeyState) {
 }
 
 // plan divides a key between the gateways of fleet, which is in order, and says why. mu is held.
-func (a *Aggregator) plan(e *entry, s *KeyState, fleet []string, now time.Time) ([]Share, []string) {
+func (a *Aggregator) plan(e *entry, s *KeyState, fleet []string, now time.Time) (Granting, []string) {
 	even := evenShare(s.Limit, len(fleet))
 	parts := make([]Part, len(fleet))
 	reasons := make([]string, len(fleet))
@@ -799,6 +916,7 @@ func (a *Aggregator) plan(e *entry, s *KeyState, fleet []string, now time.Time) 
 		if i, ok := slices.BinarySearch(fleet, d.Gateway); ok && d.RateNanos > 0 {
 			d.RateNanos = coarse(d.RateNanos)
 			parts[i].Demand, reasons[i], asked = d, "demand", true
+			parts[i].UsedMicros = int64(min(float64(d.RateNanos)*float64(max(s.At-e.part(d.Gateway, even, s.At).said, 0))/1e9, 4e15))
 		}
 	}
 	if asked {
@@ -810,14 +928,14 @@ func (a *Aggregator) plan(e *entry, s *KeyState, fleet []string, now time.Time) 
 		}
 	}
 	if !e.byGrants(s.Limit, len(fleet)) {
-		return Divide(s.Limit, s.LevelMicros, parts), reasons
+		return Granting{Shares: Divide(s.Limit, s.LevelMicros, parts), Last: e.last}, reasons
 	}
 	if now.Sub(e.pressed) > restAfter {
 		shares := make([]Share, len(fleet))
 		for i, g := range fleet {
 			shares[i] = Share{Gateway: g, RateNanos: even.RateNanos, Burst: even.Burst}
 		}
-		return shares, reasons
+		return Granting{Shares: shares, Last: e.last}, reasons
 	}
 	lasting := tinyFor
 	if e.consistency == "lease" {
@@ -851,12 +969,14 @@ func (a *Aggregator) changes(s *KeyState, f *Fold, fleet []string, now time.Time
 	}
 	e.hear(f, s)
 	if e.consistency == "strict" {
-		return nil // nobody has a share
+		delete(a.keys, s.Key) // nobody has a share
+		return nil
 	}
 	if known && s.Version <= e.state.Version {
 		return nil // a newer state overtook this one
 	}
-	shares, reasons := a.plan(e, s, fleet, now)
+	plan, reasons := a.plan(e, s, fleet, now)
+	shares := plan.Shares
 	even := evenShare(s.Limit, len(fleet))
 	pressed := s.pressed()
 	var tell map[string]*held
@@ -871,7 +991,7 @@ func (a *Aggregator) changes(s *KeyState, f *Fold, fleet []string, now time.Time
 			late = h.grant > h.granted && now.Sub(h.at) >= repeatIn
 		}
 		if u := newest(f.Uses, sh.Gateway); u != nil && (!h.told || now.Sub(h.at)-u.Age >= hearIn) { // else its report may be from before it heard
-			has = u.Enforced
+			has, late = u.Enforced, h.grant > h.granted
 		}
 		if !near(want, even, 1) {
 			calm = false
@@ -892,7 +1012,7 @@ func (a *Aggregator) changes(s *KeyState, f *Fold, fleet []string, now time.Time
 		e.state, e.asked = made.state, made.asked
 		a.keys[s.Key] = e
 	}
-	a.await(e, s, shares, now)
+	a.await(e, s, &plan, now)
 	limited := e.state.Limit == s.Limit
 	e.state, e.asked = *s, now
 	switch {
@@ -909,31 +1029,16 @@ func (a *Aggregator) changes(s *KeyState, f *Fold, fleet []string, now time.Time
 	return tell
 }
 
-// await notes whose turn it was, and when the next token of a key is there if a gateway waits for one. mu is held.
-func (a *Aggregator) await(e *entry, s *KeyState, shares []Share, now time.Time) {
+// await notes whose turn it is, and when the next tokens of a key are there if a gateway waits for some. mu is held.
+func (a *Aggregator) await(e *entry, s *KeyState, g *Granting, now time.Time) {
+	e.last = g.Last
 	delete(a.waiting, s.Key)
-	if !e.byGrants(s.Limit, len(shares)) {
+	if g.Wants <= 0 || s.Limit.RateNanos <= 0 {
 		return
 	}
-	free, hungry := s.LevelMicros, false
-	for i := range shares {
-		sh := &shares[i]
-		holds := e.part(sh.Gateway, evenShare(s.Limit, len(shares)), s.At).holds(s.At)
-		free -= holds
-		hungry = hungry || sh.Burst > 0 && holds < 1e6
-		if sh.Grant > 0 {
-			e.last = sh.Gateway
-		}
-	}
-	if !hungry || s.Limit.RateNanos <= 0 {
-		return
-	}
-	wait := time.Duration(min(float64(max(1e6-free, 0))/float64(s.Limit.RateNanos)*1e12, float64(time.Hour))) // µtokens by nanotokens per second
-	a.waiting[s.Key] = now.Add(max(wait+time.Millisecond, 5*time.Millisecond))
-	select {
-	case a.wake <- struct{}{}:
-	default:
-	}
+	wait := time.Duration(min(float64(max(g.Wants-g.Free, 0))/float64(s.Limit.RateNanos)*1e12, float64(time.Hour))) // µtokens by nanotokens per second
+	a.waiting[s.Key] = now.Add(wait + time.Millisecond).Truncate(together).Add(together)
+	a.alarm()
 }
 
 // remember makes an entry for a key. When there are too many another is forgotten, which costs a message at most: gateways say

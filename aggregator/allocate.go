@@ -33,8 +33,12 @@ type Share struct {
 // Part is what the centre knows of one gateway: what it asks for and what it holds.
 type Part struct {
 	Demand
-	HeldMicros int64 // millionths of a token that it holds, with what is on its way to it
+	HeldMicros int64 // millionths of a token that it holds, with what is on its way to it, as far as it has said
+	UsedMicros int64 // of these it has probably used since then
 }
+
+// left is what a gateway has probably not used yet, in millionths of a token.
+func (p *Part) left() int64 { return max(p.HeldMicros-max(p.UsedMicros, 0), 0) }
 
 const (
 	// floorPart: an even share divided by this is kept for each gateway, so that one that asks for nothing can start at once.
@@ -110,71 +114,118 @@ func (p *Part) kept(s *Share) int64 { return min(max(p.HeldMicros, 0), saturatin
 // worth, which is less than the time between two reports, and a token at least.
 func (l Limit) slackMicros() int64 { return max(l.RateNanos/1e3/200, 1e6) }
 
-// grantsPerSecond bounds how often tokens of a limit that is used up are handed out.
-const grantsPerSecond = 20
+// Granting is what Grant gives, and whose turn is next.
+type Granting struct {
+	Shares []Share
+	Last   string // gateway that had tokens last
+	Wants  int64  // millionths of a token that must be free before the next are given; 0 when nobody needs any
+	Free   int64  // that are free
+}
+
+// grantsPerSecond bounds how often tokens of a key that has too few are handed out: each time to the gateway that needs them most,
+// so that a key costs so many messages however many gateways are in need.
+const grantsPerSecond = 60
 
 // Grant divides a key by grants alone: nobody refills by itself, and whole tokens that are free move to gateways that run out of
 // them, as many as last for the time given. It is for limits too small to be cut into rates, and for those that are to be kept
-// to the token. When there are too few they go in turn to those that come after the last gateway that had one, and who asks
-// for nothing gives back what it holds.
-func Grant(l Limit, levelMicros int64, parts []Part, lasting time.Duration, last string) []Share {
+// to the token. When there are too few, who asks for nothing gives back what it holds, and the others are to run dry at the same
+// time under the max-min fair division of the rate: who does so first is the first to have more, and of those that are dry the
+// one that comes after the last gateway that had some.
+func Grant(l Limit, levelMicros int64, parts []Part, lasting time.Duration, last string) Granting {
 	parts = slices.Clone(parts)
 	slices.SortFunc(parts, func(a, b Part) int { return strings.Compare(a.Gateway, b.Gateway) })
-	shares := make([]Share, len(parts))
-	need := make([]int64, len(parts))
-	free, idle, lack := levelMicros, int64(0), int64(0)
-	var hungry []int
+	g := Granting{Shares: make([]Share, len(parts)), Last: last, Free: levelMicros}
+	var hungry []hunger
+	idle, lack := int64(0), int64(0)
 	for i := range parts {
-		p, s := &parts[i], &shares[i]
+		p, s := &parts[i], &g.Shares[i]
 		s.Gateway, s.Burst = p.Gateway, (max(p.HeldMicros, 0)+999_999)/1e6
 		if p.RateNanos > 0 {
 			block := min(max(mulDiv(min(p.RateNanos, l.RateNanos), lasting.Milliseconds(), 1000)/1e9, 1), max(l.Burst, 1))
 			s.Burst = max(block, min((p.HeldMicros+999_999)/1e6, 2*block))
-			if p.HeldMicros <= block*1e6/2 {
-				need[i] = block - p.HeldMicros/1e6
-				lack += need[i]
-				hungry = append(hungry, i)
+			if need := block - p.HeldMicros/1e6; need > 0 && p.left() <= block*1e6/2 {
+				hungry = append(hungry, hunger{part: i, need: need, left: p.left()})
+				lack += need
 			}
 		} else {
 			idle += p.kept(s)
 		}
-		free -= p.kept(s)
+		g.Free -= p.kept(s)
 	}
-	if free < saturatingMul(lack, 1e6) && idle > 0 { // who asks for nothing keeps what it holds as long as nobody needs it
+	if g.Free < saturatingMul(lack, 1e6) && idle > 0 { // who asks for nothing keeps what it holds as long as nobody needs it
 		for i := range parts {
 			if parts[i].RateNanos <= 0 {
-				shares[i].Burst = 0
+				g.Shares[i].Burst = 0
 			}
 		}
-		free += idle
+		g.Free += idle
 	}
-	if free < min(saturatingMul(lack, 1e6), l.RateNanos/1e3/grantsPerSecond) {
-		return shares // a little for everybody is a message for everybody
-	}
-	// round robin: the last to have had one is the last to have the next
-	slices.SortStableFunc(hungry, func(i, j int) int {
-		a, b := parts[i].Gateway > last, parts[j].Gateway > last
-		switch {
-		case a == b:
-			return 0
-		case a:
-			return -1
+	turn := max(l.RateNanos/1e9/grantsPerSecond, 1)
+	if lack > 0 && g.Free >= 1e6*min(lack, turn) {
+		if g.Free < saturatingMul(lack, 1e6) {
+			l.queue(hungry, parts, g.Free, last)
 		}
-		return 1
+		for _, h := range hungry {
+			n := min(h.need, g.Free/1e6, max(h.share, turn))
+			if n < min(h.need, turn) {
+				break // a little for everybody is a message for everybody
+			}
+			g.Shares[h.part].Grant, g.Last = n, parts[h.part].Gateway
+			g.Free -= 1e6 * n
+			lack -= n
+		}
+	}
+	g.Wants = 1e6 * min(lack, turn)
+	return g
+}
+
+// hunger is a gateway in need of tokens.
+type hunger struct {
+	part  int   // index
+	need  int64 // tokens
+	left  int64 // millionths of a token that it has not used yet, probably
+	rate  int64 // its part of the limit, in billionths of a token per second
+	dry   int64 // µs until it has none left at that rate
+	share int64 // tokens
+}
+
+// queue orders gateways by when they will be dry, and sets what each should have of too few tokens for all to be dry together.
+func (l Limit) queue(hungry []hunger, parts []Part, freeMicros int64, last string) {
+	demands := make([]Demand, len(parts))
+	for i := range parts {
+		demands[i] = parts[i].Demand
+	}
+	fair := Allocate(Limit{l.RateNanos, int64(len(parts))}, demands)
+	for i := range hungry {
+		h := &hungry[i]
+		h.rate = max(fair[h.part].RateNanos, 1)
+		h.dry = int64(float64(h.left) / float64(h.rate) * 1e9)
+	}
+	slices.SortStableFunc(hungry, func(a, b hunger) int {
+		if a.dry != b.dry {
+			return cmp.Compare(a.dry, b.dry)
+		}
+		after := func(h hunger) int {
+			if parts[h.part].Gateway > last {
+				return 0
+			}
+			return 1
+		}
+		return cmp.Compare(after(a), after(b))
 	})
-	for left := free / 1e6; left > 0 && len(hungry) > 0; {
-		each, still := max(left/int64(len(hungry)), 1), hungry[:0]
-		for _, i := range hungry {
-			n := min(need[i]-shares[i].Grant, each, left)
-			shares[i].Grant += n
-			left -= n
-			if shares[i].Grant < need[i] {
-				still = append(still, i)
-			}
+	// water filling: the first n reach the same time
+	have, rate, until := float64(freeMicros), 0.0, 0.0
+	for i := range hungry {
+		if h := &hungry[i]; rate == 0 || float64(h.dry) < (have/rate)*1e9 {
+			have += float64(h.left)
+			rate += float64(h.rate)
+			until = have / rate * 1e9
 		}
-		hungry = still
 	}
-	return shares
+	for i := range hungry {
+		h := &hungry[i]
+		h.share = int64(max(until*float64(h.rate)/1e9-float64(h.left), 0)) / 1e6
+	}
 }
 
 // Allocate divides l between gateways. Shares add up to l exactly, come sorted by gateway, and depend on nothing but the

@@ -75,7 +75,7 @@ func TestGrantConserves(t *testing.T) {
 		p := parts(l).Draw(t, "parts")
 		level := rapid.Int64Range(-3e6*l.Burst, 4e6*l.Burst).Draw(t, "level")
 		lasting := rapid.SampledFrom([]time.Duration{tinyFor, leaseFor}).Draw(t, "lasting")
-		shares := Grant(l, level, p, lasting, rapid.SampledFrom([]string{"", "b", "z"}).Draw(t, "last"))
+		shares := Grant(l, level, p, lasting, rapid.SampledFrom([]string{"", "b", "z"}).Draw(t, "last")).Shares
 		held := map[string]*Part{}
 		for i := range p {
 			held[p[i].Gateway] = &p[i]
@@ -109,7 +109,7 @@ func TestTurns(t *testing.T) {
 	p := []Part{{Demand: Demand{Gateway: "a", RateNanos: 1e9}}, {Demand: Demand{Gateway: "b"}}, {Demand: Demand{Gateway: "c", RateNanos: 9e9}}, {Demand: Demand{Gateway: "d", RateNanos: 1}}}
 	last, got := "", ""
 	for range 7 {
-		for _, s := range Grant(Limit{RateNanos: 50e6, Burst: 1}, 1e6, p, tinyFor, last) {
+		for _, s := range Grant(Limit{RateNanos: 50e6, Burst: 1}, 1e6, p, tinyFor, last).Shares {
 			if s.Grant > 0 {
 				got, last = got+fmt.Sprint(s.Gateway, s.Grant, " "), s.Gateway
 			}

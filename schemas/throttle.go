@@ -32,13 +32,16 @@ type Share struct {
 	Granted, Grant uint64
 }
 
+// ModeStopped is Heartbeat.Mode in the last one of a gateway that is shut down.
+const ModeStopped = "stopped"
+
 // Heartbeat is a gateway's sign of life.
 type Heartbeat struct {
 	Gateway        string // from the subject
 	Boot           string
 	SentAt         time.Time
 	PolicyVersion  uint64
-	Mode           string        // synced, stale, isolated, floor or local; stopped in the last one of a gateway that is shut down
+	Mode           string        // synced, stale, isolated, floor, local or ModeStopped
 	ClockOffset    time.Duration // the centre's clock less the gateway's, round trip taken out
 	ClockError     time.Duration // the offset is within this
 	ClockKnown     bool

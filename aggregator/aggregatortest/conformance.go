@@ -100,6 +100,30 @@ func Counter(t *testing.T, open func(t *testing.T) aggregator.Counter) {
 		level(t, one(t, c, key, limit, use("g1", 1, 150, 150)), -50)
 		level(t, one(t, c, key, limit, use("g1", 2, 100_000, 100_000-150)), -101) // the burst, and 5 s of the rate
 	})
+	t.Run("what gateways hold is beyond the brim, also over a look", func(t *testing.T) {
+		c := open(t)
+		fold := func() int64 {
+			states, err := c.Fold(context.Background(), []aggregator.Fold{{Key: key, Limit: aggregator.Limit{RateNanos: 1e9 * 1e6, Burst: 100}, Outstanding: 1000}})
+			if err != nil {
+				t.Fatal(err)
+			}
+			return tokens(states[0])
+		}
+		fold()
+		if err := c.Mark(context.Background(), []aggregator.Key{key}); err != nil {
+			t.Fatal(err)
+		}
+		time.Sleep(20 * time.Millisecond) // it earns 20,000
+		if got := fold(); got != 1100 {
+			t.Errorf("level = %d, want the burst and all that is outstanding", got)
+		}
+		if live, err := c.Live(context.Background()); err != nil || len(live) != 1 {
+			t.Fatalf("Live = %+v, %v", live, err)
+		}
+		if got := fold(); got != 1100 {
+			t.Errorf("level after a look = %d, want 1100 as before", got)
+		}
+	})
 	t.Run("a lower limit cuts the level, a higher one leaves it", func(t *testing.T) {
 		c := open(t)
 		one(t, c, key, limit, use("g1", 1, 10, 10))

@@ -101,7 +101,8 @@ func (m *Memory) fold(f *aggregator.Fold, now int64) aggregator.KeyState {
 		b = nil
 	}
 	limit := aggregator.Limit{RateNanos: min(f.Limit.RateNanos, aggregator.MaxRateNanos), Burst: min(f.Limit.Burst, aggregator.MaxBurst)}
-	if f.Limit == (aggregator.Limit{}) {
+	look := f.Limit == (aggregator.Limit{})
+	if look {
 		if b == nil {
 			return aggregator.KeyState{Key: f.Key, At: now}
 		}
@@ -116,6 +117,11 @@ func (m *Memory) fold(f *aggregator.Fold, now int64) aggregator.KeyState {
 		}
 		b = &bucket{level: level, at: now, marks: make(map[incarnation]*mark), demand: make(map[string]*demand)}
 		m.keys[f.Key] = b
+	}
+	if look { // it knows nothing of what is outstanding: time passes with the next fold
+		kept, seen := b, *b
+		b = &seen
+		defer func() { kept.version = seen.version }()
 	}
 	b.limit = limit
 	brim := full + min(max(f.Outstanding, 0), aggregator.MaxBurst)*1e6
@@ -151,7 +157,7 @@ func (m *Memory) fold(f *aggregator.Fold, now int64) aggregator.KeyState {
 	b.expires = now + 1000*int64(math.Min(math.Ceil(float64(max(full-b.level, 0))/speed/1000)+60000, 4e10))
 
 	s := aggregator.KeyState{Key: f.Key, Limit: f.Limit, LevelMicros: b.level, Version: uint64(b.version), At: now, New: fresh}
-	if f.Limit == (aggregator.Limit{}) {
+	if look {
 		s.Limit = limit
 	}
 	for g, d := range b.demand {

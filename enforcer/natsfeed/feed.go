@@ -66,9 +66,6 @@ type Status struct {
 // queue is how many messages may wait to be applied. What does not fit is dropped, noticed and asked for.
 const queue = 4096
 
-// stopped is the mode of a gateway's last heartbeat: its silence from then on is no reason to worry.
-const stopped = "stopped"
-
 // Metrics may be shared by several gateways of one process.
 type Metrics struct {
 	Updates  *prometheus.CounterVec // kind: update, snapshot, malformed
@@ -163,7 +160,7 @@ func (f *Feed) listen(ctx context.Context, fleet chan Fleet) (err error) {
 		select {
 		case <-ctx.Done():
 			last := f.status()
-			last.Mode = stopped
+			last.Mode = schemas.ModeStopped // its silence from now on is no reason to worry
 			f.say(last)
 			return nil
 		case s := <-connections:

@@ -173,29 +173,34 @@ for k = 1, #KEYS do
     if least then level = max(level, min(least, brim)) end
     level = max(level, -min(brim + floor(5e6 * speed), 4e15))
     local version = max(before + 1, now)
-    set[n + 1], set[n + 2] = 'l', format('%d', level)
-    n = n + 2
-    if demands ~= d then
-      set[n + 1], set[n + 2] = 'd', demands
+    if look then -- it knows nothing of what is outstanding: time passes with the next fold
+      call('HSET', key, 'v', format('%d', version))
+      out[k + 1] = {level, version, lost, demands, rate, burst}
+    else
+      set[n + 1], set[n + 2] = 'l', format('%d', level)
       n = n + 2
+      if demands ~= d then
+        set[n + 1], set[n + 2] = 'd', demands
+        n = n + 2
+      end
+      if r ~= rate or b ~= burst then
+        set[n + 1], set[n + 2], set[n + 3], set[n + 4] = 'r', rate, 'b', burst
+        n = n + 4
+      end
+      if frac > 0 or got[4] then
+        set[n + 1], set[n + 2] = 'f', format('%d', frac)
+        n = n + 2
+      end
+      if version > now then set[n + 1], set[n + 2] = 'v', format('%d', version) end
+      call('HSET', unpack(set))
+      if grown ~= 0 and type(redis.pcall('HINCRBY', key, 'n', format('%d', grown))) == 'table' then
+        call('HSET', key, 'n', format('%d', grown)) -- it was no number
+        lost = 1
+      end
+      if aside then prune(key, now) end
+      call('PEXPIRE', key, lifetime(level, full, speed))
+      out[k + 1] = {level, version, lost, demands}
     end
-    if r ~= rate or b ~= burst then
-      set[n + 1], set[n + 2], set[n + 3], set[n + 4] = 'r', rate, 'b', burst
-      n = n + 4
-    end
-    if frac > 0 or got[4] then
-      set[n + 1], set[n + 2] = 'f', format('%d', frac)
-      n = n + 2
-    end
-    if version > now then set[n + 1], set[n + 2] = 'v', format('%d', version) end
-    call('HSET', unpack(set))
-    if grown ~= 0 and type(redis.pcall('HINCRBY', key, 'n', format('%d', grown))) == 'table' then
-      call('HSET', key, 'n', format('%d', grown)) -- it was no number
-      lost = 1
-    end
-    if aside then prune(key, now) end
-    call('PEXPIRE', key, lifetime(level, full, speed))
-    out[k + 1] = {level, version, lost, demands, look and rate or nil, look and burst or nil}
   end
 end
 return out

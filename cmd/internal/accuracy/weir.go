@@ -34,7 +34,7 @@ const (
 	batchMax   = 500
 	handleWait = 100 * ms // after a failed fold …
 	handleMin  = 50 * ms  // … and this, doubling …
-	handleMax  = 5 * s    // … up to this
+	handleMax  = s / 2    // … up to this
 
 	heartbeat   = s
 	snapshotMin = 100 * ms
@@ -285,6 +285,12 @@ func (g *gateway) clock() int64 { return g.f.w.now + g.origin }
 
 // leave is an orderly end: what was decided last is reported.
 func (g *gateway) leave() {
+	h := &schemas.Heartbeat{Gateway: g.name, Boot: g.boot, SentAt: g.f.w.wall(g.skew), Mode: schemas.ModeStopped}
+	g.toCentre.send(0, func() {
+		if c := g.f.centre; c != nil {
+			c.call(0, func() { c.agg.Heartbeat(h, c.now()) })
+		}
+	})
 	g.flush(true)
 	g.gone = true
 }

@@ -26,6 +26,9 @@ const (
 // throttleDelay is how long a batch of reports waits for more. A gateway that has run out of its share waits as long for the next.
 const throttleDelay = 5 * time.Millisecond
 
+// throttleRetry is the longest wait before a batch that was not folded comes again: so soon after the counter is back shares move.
+const throttleRetry = 500 * time.Millisecond
+
 // divider is what one aggregator at a time does: it divides limits between gateways. What it remembers of them ends with its lease.
 // Two at once do no harm, for gateways follow the one that took over last, but half of the reports would move nothing.
 type divider struct {
@@ -42,7 +45,7 @@ type divider struct {
 
 // keep is the centre until ctx is done.
 func (d *divider) keep(ctx context.Context) error {
-	reports, err := jetstream.NewSource(jetstream.Config{Name: throttleConsumer, MaxDelay: throttleDelay, Declare: d.declare}, d.nc, decodeReport, d.log, d.m.streams)
+	reports, err := jetstream.NewSource(jetstream.Config{Name: throttleConsumer, MaxDelay: throttleDelay, RetryMax: throttleRetry, Declare: d.declare}, d.nc, decodeReport, d.log, d.m.streams)
 	if err != nil {
 		return err
 	}

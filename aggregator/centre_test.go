@@ -1,0 +1,121 @@
+package aggregator_test
+
+import (
+	"context"
+	"errors"
+	"testing"
+	"time"
+
+	"github.com/weirhq/weir/aggregator"
+	"github.com/weirhq/weir/schemas"
+)
+
+// TestLeavingIsHeardAtOnce: a gateway that says that it stops leaves the fleet with that word, and the reports that it still had do
+// not bring it back.
+func TestLeavingIsHeardAtOnce(t *testing.T) {
+	bubble(t, noLearning, func(w *world) {
+		defer w.run()()
+		defer w.alive("g1")()
+		w.beat("g2")
+		time.Sleep(1100 * time.Millisecond)
+		w.handle(w.report("g1", w.tokens("g1", "acme", limit100, 5, 95)), w.report("g2", w.tokens("g2", "acme", limit100, 5, 95)))
+		w.expect("g1 50.0/30 demand, g2 50.0/30 demand")
+		last := w.report("g2", w.tokens("g2", "acme", limit100, 3, 95))
+		at := time.Now()
+		w.Heartbeat(&schemas.Heartbeat{Gateway: "g2", Boot: "boot", Mode: schemas.ModeStopped}, at)
+		time.Sleep(time.Millisecond)
+		said := w.casts.take(true)
+		if len(said) < 2 {
+			t.Fatalf("after a gateway left %d messages came at once, want its absence and a share", len(said))
+		}
+		for _, c := range said {
+			if c.gateway != "g1" || c.Gateways != 1 || c.at.Sub(at) > time.Millisecond {
+				t.Errorf("%v later %s heard of %d gateways, want g1 to hear of one at once", c.at.Sub(at), c.gateway, c.Gateways)
+			}
+		}
+		if got, want := show(said), "g1 100.0/60 demand"; got != want {
+			t.Errorf("shares %s, want %s", got, want)
+		}
+		w.handle(last)
+		w.beat("g2") // one that was under way
+		time.Sleep(5 * time.Second)
+		for _, c := range w.casts.take(true) {
+			if c.gateway != "g1" || c.Gateways != 1 {
+				t.Fatalf("%s hears of %d gateways after the last word of another", c.gateway, c.Gateways)
+			}
+		}
+		if n := w.counter.Total(aggregator.Key{Rule: "contract", Key: "acme"}); n != 13 {
+			t.Errorf("%d tokens counted, want 13: what a gateway says last counts", n)
+		}
+		w.Heartbeat(&schemas.Heartbeat{Gateway: "g2", Boot: "next"}, time.Now())
+		time.Sleep(1100 * time.Millisecond)
+		if all := w.casts.take(true); all[len(all)-1].Gateways != 2 {
+			t.Errorf("a new life of the gateway is not in the fleet: %+v", all[len(all)-1])
+		}
+	})
+}
+
+// TestFleetHearsWhenNothingIsGranted: the loss of the counter and its return are said at once, not with the next keepalive, and a
+// limit that is kept strictly is answered when all that was used meanwhile is counted, for the counter may have forgotten it.
+func TestFleetHearsWhenNothingIsGranted(t *testing.T) {
+	bubble(t, noLearning, func(w *world) {
+		defer w.run()()
+		defer w.alive("g1", "g2")()
+		time.Sleep(1300 * time.Millisecond)
+		strict := func(taken, refused uint64) *schemas.Report {
+			x := w.tokens("g1", "acme", limit100, taken, refused)
+			x.Consistency, x.Capacity = "strict", 30
+			return w.report("g1", x)
+		}
+		take := func() (bool, error) {
+			r, err := w.Take(context.Background(), []schemas.TakeRequest{{Rule: "contract", Key: "acme", LimitRateNanos: limit100.RateNanos, LimitBurst: limit100.Burst, Cost: 1}})
+			return err == nil && r[0].Allowed, err
+		}
+		if ok, err := take(); !ok || err != nil {
+			t.Fatalf("a token of a full bucket: %v, %v", ok, err)
+		}
+		frozen := func() (said []bool) {
+			for _, c := range w.casts.take(true) {
+				if c.gateway == "g1" {
+					said = append(said, c.Frozen)
+				}
+			}
+			return said
+		}
+		frozen()
+		w.counter.Fail(errors.New("redis is away"))
+		b := w.batch(strict(40, 5))
+		if err := w.Reports(context.Background(), b); err == nil {
+			t.Fatal("reports were folded without a counter")
+		}
+		if got := frozen(); len(got) != 1 || !got[0] {
+			t.Errorf("within the first try the fleet heard %v, want that nothing is granted", got)
+		}
+		w.counter.Flush()
+		w.counter.Fail(nil)
+		if err := w.Reports(context.Background(), b); err != nil {
+			t.Fatal(err)
+		}
+		if ok, err := take(); ok || err == nil {
+			t.Errorf("a token of a bucket that was forgotten: %v, %v", ok, err)
+		}
+		time.Sleep(700 * time.Millisecond)
+		w.handle(strict(70, 30)) // all that it had
+		frozen()
+		time.Sleep(400 * time.Millisecond)
+		if got := frozen(); len(got) == 0 || got[len(got)-1] {
+			t.Errorf("a second later the fleet hears %v, want that all is well", got)
+		}
+		n := 0
+		for range 200 {
+			if ok, err := take(); err != nil {
+				t.Fatal(err)
+			} else if ok {
+				n++
+			}
+		}
+		if n < 30 || n > 75 { // what the other gateway may hold, and what was earned since
+			t.Errorf("%d tokens at once of a limit that was spent, want what gateways did not use", n)
+		}
+	})
+}
