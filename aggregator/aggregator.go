@@ -854,7 +854,7 @@ func (a *Aggregator) rebuild(ctx context.Context, folds []Fold, states []KeyStat
 	for i := range states {
 		s := &states[i]
 		e := a.keys[s.Key]
-		if folds[i].Strict || !s.New && !s.Lost && (e == nil || !e.unsure) { // of a strict key gateways hold nothing
+		if unsure := e != nil && e.unsure; !unsure && (folds[i].Strict || !s.New && !s.Lost) { // of a strict key gateways hold nothing, unless they were alone with it
 			continue
 		}
 		known := entry{held: make(map[string]*held)}
