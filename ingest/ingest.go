@@ -25,7 +25,7 @@ type Config struct {
 	MaxBytes       int           // of one encoded report, and below the server's max_payload (512 KiB)
 	MaxReports     int           // sealed and not in the stream; past it buckets, and without a Spool counts, merge in memory (64)
 	MaxRejections  int           // samples in each UsageEvery (20)
-	PublishTimeout time.Duration // of one attempt (2s)
+	PublishTimeout time.Duration // of one attempt (2s); the first ones of a report get less, see hastyMin
 	RetryMin       time.Duration // wait after a failed attempt, doubling (50ms)
 	RetryMax       time.Duration // up to this (2s)
 	DrainTimeout   time.Duration // for what is left when Run is told to stop (8s)
@@ -401,10 +401,14 @@ func (r *Reporter) merging() int {
 	return r.pending.len() + cells
 }
 
+// hastyMin is how long the first attempt may take at least: four times what is usual, and doubling up to PublishTimeout.
+const hastyMin = 50 * time.Millisecond
+
 // send stores the spool's reports in order, each tried again until it is stored or ctx is done.
 func (r *Reporter) send(ctx context.Context) {
-	var failed int
+	var failed, hasty int
 	var since, told time.Time
+	var usual time.Duration // that an attempt takes
 	defer func() {
 		if failed > 0 {
 			r.m.Degraded.Dec()
@@ -440,10 +444,14 @@ func (r *Reporter) send(ctx context.Context) {
 			}
 			continue
 		}
-		attempt, cancel := context.WithTimeout(ctx, r.cfg.PublishTimeout)
+		timeout := min(max(hastyMin, 4*usual)<<min(hasty, 10), r.cfg.PublishTimeout)
+		attempt, cancel := context.WithTimeout(ctx, timeout)
+		began := time.Now()
 		at, err := r.stream.Put(attempt, report, again)
 		cancel()
 		if err == nil {
+			usual += (time.Since(began) - usual) / 8
+			hasty = 0
 			r.sent(report, at)
 			if failed > 0 {
 				r.m.Degraded.Dec()
@@ -454,6 +462,10 @@ func (r *Reporter) send(ctx context.Context) {
 			continue
 		}
 		r.lastErr.Store(&err)
+		if timeout < r.cfg.PublishTimeout && errors.Is(err, context.DeadlineExceeded) && ctx.Err() == nil {
+			hasty++ // a message may be lost, and what the centre has not heard it divides without: no news yet
+			continue
+		}
 		r.m.Failures.Inc()
 		if errors.Is(err, ErrTooLarge) { // it must not hold up the others
 			r.log.Error("usage report is larger than the server takes: it is kept, and the others go first", "gateway", r.gateway, "boot", report.Boot, "seq", report.Seq, "err", err)

@@ -908,3 +908,54 @@ func TestMergedBucketsTellWhatWasGivenBack(t *testing.T) {
 		}
 	})
 }
+
+// TestALostReportIsSentAgainSoon: an attempt that is overdue gives way to the next long before the timeout, without noise, and to a
+// server that is slow it gives time.
+func TestALostReportIsSentAgainSoon(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var out bytes.Buffer
+		lost, slow := 2, 5*time.Millisecond
+		var at []time.Time
+		far := publisherFunc(func(ctx context.Context, _ *schemas.Report) error {
+			at = append(at, time.Now())
+			took := slow
+			if lost > 0 {
+				lost--
+				took = time.Hour
+			}
+			select {
+			case <-time.After(took):
+				return nil
+			case <-ctx.Done():
+				return ctx.Err()
+			}
+		})
+		m := NewMetrics(prometheus.NewRegistry())
+		r := New(Config{}, "gw", "boot", newTable(), far, slog.New(slog.NewTextHandler(&out, nil)), m)
+		stop := begin(r)
+		send := func(attempts int, within time.Duration) {
+			t.Helper()
+			at = nil
+			r.Count(time.Now(), "a", "r", "", "", 1)
+			time.Sleep(5 * time.Second)
+			synctest.Wait()
+			if len(at) != attempts || at[len(at)-1].Sub(at[0]) > within {
+				t.Errorf("%d attempts in %s, want %d within %s", len(at), at[len(at)-1].Sub(at[0]), attempts, within)
+			}
+		}
+		send(3, 50*time.Millisecond+100*time.Millisecond)
+		slow = 300 * time.Millisecond
+		send(4, 350*time.Millisecond) // 50, 100 and 200 ms are too short for it, and then 400 are not
+		for range 20 {
+			r.Count(time.Now(), "a", "r", "", "", 1)
+			time.Sleep(5 * time.Second)
+		}
+		send(1, 0)
+		if err := stop(); err != nil {
+			t.Fatal(err)
+		}
+		if out.Len() > 0 || testutil.ToFloat64(m.Failures) > 0 {
+			t.Errorf("noise about reports that were stored: %s", out.String())
+		}
+	})
+}

@@ -27,8 +27,9 @@ const (
 	allEvery       = 2 * s
 	maxEntries     = 500
 	maxReports     = 64
-	publishTimeout = 300 * ms
-	publishRetry   = 50 * ms // doubling up to the timeout
+	hastyMin       = 50 * ms // of the first attempt, doubling …
+	publishTimeout = 300 * ms // … up to this; then there is a pause, too
+	publishRetry   = 50 * ms  // doubling up to the timeout
 
 	batchDelay = 5 * ms
 	batchMax   = 500
@@ -395,9 +396,13 @@ func (g *gateway) publish() {
 			}
 		})
 	})
-	wait := min(publishRetry<<min(g.attempt, 10), publishTimeout)
+	wait := min(hastyMin<<min(g.attempt, 10), publishTimeout)
+	if failed := g.attempt - 3; failed >= 0 { // not in haste any more
+		pause := min(publishRetry<<min(failed, 10), publishTimeout)
+		wait += pause/2 + g.rng.Int64N(pause/2+1)
+	}
 	g.attempt++
-	w.after(publishTimeout+wait/2+g.rng.Int64N(wait/2+1), func() {
+	w.after(wait, func() {
 		if !acked && len(g.spool) > 0 && g.spool[0] == r && !g.gone {
 			g.publish()
 		}
