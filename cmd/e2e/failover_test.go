@@ -8,6 +8,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
@@ -16,7 +17,8 @@ import (
 )
 
 // TestFailoverGrantsNothingTwice has two aggregators and three gateways under load. The one that divides the limits is killed, or
-// frozen and later woken, again and again: in no span of time do the gateways admit more than the limit and the bound.
+// frozen and later woken, again and again, while the gateways hold all tokens that there are; then the load jumps. In no span of time do
+// they admit more than the limit and the bound.
 func TestFailoverGrantsNothingTwice(t *testing.T) {
 	const (
 		rate, burst = 60, 60
@@ -50,9 +52,10 @@ rules:
 	}
 
 	load := map[string]*admissions{"/lease": {}, "/shared": {}}
+	var heavy atomic.Bool
 	done := make(chan struct{})
 	var callers sync.WaitGroup
-	for path, a := range load { // three times the limit, most of it on a gateway that changes
+	for path, a := range load { // three times the limit or half of it, most of it on a gateway that changes
 		callers.Go(func() {
 			began := time.Now()
 			var asks sync.WaitGroup
@@ -64,6 +67,9 @@ rules:
 					case <-done:
 						return
 					}
+				}
+				if n%6 > 0 && !heavy.Load() {
+					continue
 				}
 				g := n % gateways
 				if n%10 < 7 {
@@ -102,14 +108,17 @@ rules:
 			active = standby
 			standby = aggregator()
 		}
+		heavy.Store(true)
 		t.Logf("round %d: taken over after %s", round, time.Since(at).Round(100*time.Millisecond))
-		time.Sleep(5 * time.Second)
+		time.Sleep(4 * time.Second)
+		heavy.Store(false)
+		time.Sleep(4 * time.Second)
 	}
 	close(done)
 	callers.Wait()
 	lasted := time.Since(began).Seconds()
 	for path, a := range load {
-		bound := float64(burst + rate + 2*gateways) // the bucket, a second in which not all have the same news, two tokens at each gateway
+		bound := burst + 0.3*rate + 2*gateways // as in aggregator/README.md
 		if path == "/lease" {
 			bound += burst // that gateways hold while it fills
 		}
@@ -118,8 +127,8 @@ rules:
 		if over > bound {
 			t.Errorf("%s: %.0f admitted beyond the rate between %s and %s, want at most %.0f", path, over, from.Sub(began), to.Sub(began), bound)
 		}
-		if got := float64(len(a.at)); got < 0.5*rate*lasted {
-			t.Errorf("%s: %.0f admitted in %.1f s, want half of the limit at least", path, got, lasted)
+		if got := float64(len(a.at)); got < 0.4*rate*lasted { // half of the limit is asked for in much of the time
+			t.Errorf("%s: %.0f admitted in %.1f s", path, got, lasted)
 		}
 	}
 }
