@@ -870,6 +870,9 @@ func (a *Aggregator) rebuild(ctx context.Context, folds []Fold, states []KeyStat
 			b.LeastMicros += h.holds(s.At)
 		}
 		b.MostMicros = b.LeastMicros + saturatingMul(even.Burst, int64(max(n-len(known.held), 0))*1e6)
+		if e == nil { // those that did not use it were full meanwhile
+			b.MostMicros += int64(min(folds[i].Lag().Seconds()*float64(s.Limit.RateNanos)/1e3, 4e15))
+		}
 		if e == nil || !e.unsure {
 			b.LeastMicros = math.MinInt64
 		}
