@@ -28,7 +28,7 @@ func benchCommand() *cobra.Command {
 
 func benchAccuracyCommand() *cobra.Command {
 	var cfg accuracy.Config
-	var sim, live bool
+	var sim, live, whole bool
 	var rivals, charts, doc, level string
 	var out output
 	cmd := &cobra.Command{
@@ -62,7 +62,7 @@ gateways, in real time.`,
 			var res *accuracy.Result
 			var err error
 			if live {
-				res, err = benchLive(cmd.Context(), accuracy.LiveConfig{Config: cfg, Rivals: rivals}, log, show)
+				res, err = benchLive(cmd.Context(), accuracy.LiveConfig{Config: cfg, Rivals: rivals, Whole: whole}, log, show)
 			} else {
 				res, err = accuracy.Simulate(cmd.Context(), cfg, show)
 			}
@@ -90,6 +90,7 @@ gateways, in real time.`,
 	f := cmd.Flags()
 	f.BoolVar(&sim, "sim", false, "simulate, in virtual time (the default)")
 	f.BoolVar(&live, "live", false, "run over real servers in real time")
+	f.BoolVar(&whole, "whole", false, "with --live: all of each scenario and not only its beginning, such as all 100 steps")
 	f.StringVar(&rivals, "rivals", "", "with --live: folder of the Go module that runs redis_rate and Gubernator (internal/bench)")
 	f.Uint64Var(&cfg.Seed, "seed", 1, "seed of all random choices")
 	f.StringSliceVar(&cfg.Scenarios, "scenario", nil, "only this scenario, repeatable")

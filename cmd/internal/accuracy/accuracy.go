@@ -68,6 +68,9 @@ type Row struct {
 	Bytes    float64 `json:"bytes_per_gateway_s"`    // in them; 0 where it is not known
 	Redis    float64 `json:"redis_calls_per_s"`      // of all
 
+	Down *float64 `json:"down,omitempty"` // admitted while the centre or Redis was down, as a part of what the perfect bucket admitted meanwhile
+	Back *float64 `json:"back,omitempty"` // the same from two seconds after their return
+
 	Late *float64 `json:"late_p99_ms,omitempty"` // over real servers: from the time when a request should come until it is answered. Far above the network's delay the machine was too slow, and the row says little
 
 	series []float64 // admitted per second, by bin of the scenario's chart
@@ -241,6 +244,10 @@ func (j *job) score(admitted []bool, sent traffic) {
 	if lag, ok := p99(usable(p.arrivals, p.steps, admitted, p.perfect)); ok {
 		v := round(float64(lag)/float64(ms), 1)
 		j.row.Usable = &v
+	}
+	if down, back, ok := outage(p.arrivals, p.happenings, admitted, p.perfect); ok {
+		down, back := round(down, 4), round(back, 4)
+		j.row.Down, j.row.Back = &down, &back
 	}
 }
 

@@ -45,3 +45,28 @@ func TestAFleetAloneAdmitsWhatItDid(t *testing.T) {
 		}
 	}
 }
+
+func TestOutage(t *testing.T) {
+	var arrivals []arrival
+	var admitted, perfect []bool
+	for n := range 10 * int64(1000) { // 1000 a second, of which half may pass; down from 1 to 4 s
+		at := n * ms
+		pass := n%2 == 0
+		arrivals, perfect = append(arrivals, arrival{at: at}), append(perfect, pass)
+		switch {
+		case at >= s && at < 4*s:
+			pass = n%4 == 0
+		case at >= 4*s && at < 6*s:
+			pass = true
+		case at >= 9*s:
+			pass = false
+		}
+		admitted = append(admitted, pass)
+	}
+	if down, back, ok := outage(arrivals, []happening{{s, redisDown, 0}, {4 * s, redisUp, 0}}, admitted, perfect); !ok || down != 0.5 || back != 0.75 {
+		t.Errorf("outage = %v, %v, %v, want half, and three quarters from 6 to 10 s", down, back, ok)
+	}
+	if _, _, ok := outage(arrivals, []happening{{s, vanishes, 0}}, admitted, perfect); ok {
+		t.Error("an outage where nothing was down")
+	}
+}

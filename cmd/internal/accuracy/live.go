@@ -14,6 +14,7 @@ import (
 type LiveConfig struct {
 	Config
 	Dir    string // for servers' files; required
+	Whole  bool   // run all of each scenario, not only the beginning: the step takes twelve minutes for each mode
 	Rivals string // folder of the Go module that runs redis_rate and Gubernator; without it they are left out
 }
 
@@ -80,7 +81,9 @@ func Live(ctx context.Context, cfg LiveConfig, log *slog.Logger, progress func(d
 	var jobs []*job
 	for i := range all {
 		p := &prepared{scenario: all[i]}
-		p.shorten(liveFor[p.name])
+		if !cfg.Whole {
+			p.shorten(liveFor[p.name])
+		}
 		p.prepare(cfg.Seed)
 		ready = append(ready, p)
 		for _, m := range chosen {

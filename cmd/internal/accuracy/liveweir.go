@@ -140,7 +140,7 @@ func (f *liveWeir) startCentre(ctx context.Context) error {
 		return err
 	}
 	agg := aggregator.New(aggregator.Config{}, counter, natscast.New(f.centreNC), f.log, nil)
-	source, err := jetstream.NewSource(jetstream.Config{Name: "throttle", Declare: declare}, f.centreNC,
+	source, err := jetstream.NewSource(jetstream.Config{Name: "throttle", MaxDelay: time.Duration(batchDelay), Declare: declare}, f.centreNC,
 		func(subject, contentType string, body []byte, arrived time.Time) (*schemas.Report, error) {
 			return schemas.DecodeReport(subject, contentType, body, arrived)
 		}, f.log, nil)
@@ -168,7 +168,7 @@ func (f *liveWeir) startGateway(ctx context.Context, i int) error {
 	if err != nil {
 		return err
 	}
-	reporter := ingest.New(ingest.Config{Clock: enforcer.Monotonic, DrainTimeout: time.Second}, name, boot, g.enforcer, pub, f.log, nil)
+	reporter := ingest.New(ingest.Config{Clock: enforcer.Monotonic, PublishTimeout: time.Duration(publishTimeout), DrainTimeout: time.Second}, name, boot, g.enforcer, pub, f.log, nil)
 	feed, err := natsfeed.New(natsfeed.Config{Gateway: name, Boot: boot}, g.nc, g.enforcer.Apply,
 		func() natsfeed.Status { return natsfeed.Status{Mode: g.enforcer.Mode(), PolicyVersion: 1} }, nil, f.log)
 	if err != nil {

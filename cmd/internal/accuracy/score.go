@@ -82,6 +82,42 @@ func usable(arrivals []arrival, steps []span, admitted, perfect []bool) []time.D
 	return lags
 }
 
+// backIn is how long after the return of what was down a fleet may take to be as before.
+const backIn = 2 * s
+
+// outage is what a fleet admitted while the centre or Redis was down, and from two seconds after their return, as parts of what the
+// perfect bucket did. It is false where nothing was down.
+func outage(arrivals []arrival, happenings []happening, admitted, perfect []bool) (down, back float64, ok bool) {
+	var from, to int64
+	for _, h := range happenings {
+		switch h.what {
+		case centreDown, redisDown:
+			from = h.at
+		case centreUp, redisUp:
+			to = h.at
+		}
+	}
+	if to <= from {
+		return 0, 0, false
+	}
+	share := func(from, to int64) float64 {
+		got, want := 0, 0
+		for i := range arrivals {
+			if at := arrivals[i].at; at < from || at >= to {
+				continue
+			}
+			if admitted[i] {
+				got++
+			}
+			if perfect[i] {
+				want++
+			}
+		}
+		return float64(got) / float64(max(want, 1))
+	}
+	return share(from, to), share(to+backIn, math.MaxInt64), true
+}
+
 // p99 is the 99th percentile by nearest rank, false for none.
 func p99(d []time.Duration) (time.Duration, bool) {
 	if len(d) == 0 {

@@ -27,7 +27,7 @@ const (
 	allEvery       = 2 * s
 	maxEntries     = 500
 	maxReports     = 64
-	hastyMin       = 50 * ms // of the first attempt, doubling …
+	hastyMin       = 50 * ms  // of the first attempt, doubling …
 	publishTimeout = 300 * ms // … up to this; then there is a pause, too
 	publishRetry   = 50 * ms  // doubling up to the timeout
 
