@@ -870,11 +870,13 @@ func (a *Aggregator) rebuild(ctx context.Context, folds []Fold, states []KeyStat
 			b.LeastMicros += h.holds(s.At)
 		}
 		b.MostMicros = b.LeastMicros + saturatingMul(even.Burst, int64(max(n-len(known.held), 0))*1e6)
-		if e == nil { // those that did not use it were full meanwhile
-			b.MostMicros += int64(min(folds[i].Lag().Seconds()*float64(s.Limit.RateNanos)/1e3, 4e15))
-		}
 		if e == nil || !e.unsure {
 			b.LeastMicros = math.MinInt64
+		}
+		if e == nil && s.New && s.pressed() && s.LevelMicros > 0 { // what it earned while its first use went on was lost to a full bucket
+			earned := int64(min(folds[i].Lag().Seconds()*float64(s.Limit.RateNanos)/1e3, 4e15))
+			b.MostMicros += earned
+			b.LeastMicros = min(s.LevelMicros+earned, b.MostMicros)
 		}
 		if few := int64(n) * 1e6; b.MostMicros < s.LevelMicros-few || b.LeastMicros > s.LevelMicros+few {
 			again = append(again, Fold{Key: s.Key, Limit: s.Limit, Outstanding: folds[i].Outstanding, Bounds: &b})

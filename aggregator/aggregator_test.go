@@ -623,7 +623,7 @@ func TestGatewayThatMissedIsToldAgain(t *testing.T) {
 		w.beat("g1", "g2")
 		for i := range 12 {
 			w.beat("g2")
-			w.handle(w.report("g1", w.tokens("g1", "acme", limit100, 0, 1000))) // says that it enforces a third
+			w.handle(w.report("g1", w.tokens("g1", "acme", limit100, 3, 997))) // says that it enforces a third
 			switch got := show(w.casts.take(false)); {
 			case i == 0 && got != "g1 99.2/59 demand, g2 0.8/1 newcomer", i > 0 && i%2 == 0 && got != "g1 99.2/59 demand", strings.Contains(got, "g2") && i > 0:
 				t.Errorf("report %d: %s", i, got)

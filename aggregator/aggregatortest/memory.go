@@ -111,11 +111,11 @@ func (m *Memory) fold(f *aggregator.Fold, now int64) aggregator.KeyState {
 	full := limit.Burst * 1e6
 	fresh := b == nil
 	if fresh {
-		level, at := full, now-f.Lag().Microseconds() // it was full for long
+		level := full
 		if f.Strict {
-			level, at = m.earned(limit, now), now
+			level = m.earned(limit, now)
 		}
-		b = &bucket{level: level, at: at, marks: make(map[incarnation]*mark), demand: make(map[string]*demand)}
+		b = &bucket{level: level, at: now, marks: make(map[incarnation]*mark), demand: make(map[string]*demand)}
 		m.keys[f.Key] = b
 	}
 	if look { // it knows nothing of what is outstanding: time passes with the next fold

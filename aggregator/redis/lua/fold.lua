@@ -105,7 +105,6 @@ for k = 1, #KEYS do
   else
     local level, frac, at, before, well = read(got[3], got[4], got[5], got[6], tonumber(begin) or full, now)
     if not well then lost = (lost == 1 or r or b or got[3] or got[4] or got[5]) and 1 or 2 end
-    if lost == 2 and not tonumber(begin) then at = now - lag end -- it was full for long
     -- what a report tells of was used while the bucket was refilled: for so long it is refilled beyond its brim before it is charged
     local dt, brim = now - at, full + outstanding
     lag = max(min(dt, lag), 0)
