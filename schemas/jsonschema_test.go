@@ -223,7 +223,9 @@ func TestAsyncAPIHasEverySubject(t *testing.T) {
 		t.Errorf("asyncapi is %v", doc["asyncapi"])
 	}
 	want := map[string]bool{UsagePrefix + "{gateway}": true, ThrottlePrefix + "{gateway}": true, SnapshotPrefix + "{gateway}": true, HeartbeatPrefix + "{gateway}": true, StrictPrefix + "{gateway}": true,
-		ClockSubject: true, AlertPrefix + "{severity}": true, DeadPrefix + "{reason}": true}
+		ClockSubject: true, AlertPrefix + "{severity}": true, DeadPrefix + "{reason}": true,
+		"$KV." + StoredBucket + "." + StoredPrefix + "{gateway}": true, "$KV." + StoredBucket + "." + FloorKey: true,
+		"$KV.weir-history.{consumer}": true, "$KV.weir-history.leader": true, "$KV.weir-policy.{key}": true, "$KV.weir-switches.{key}": true}
 	for name, c := range doc["channels"].(object) {
 		address := c.(object)["address"].(string)
 		if !want[address] {
@@ -245,6 +247,12 @@ func TestAsyncAPIHasEverySubject(t *testing.T) {
 	}
 	if got := names(alert["required"]); !slices.Equal(got, always) {
 		t.Errorf("alert requires %v, the code writes %v", got, always)
+	}
+	for name, v := range map[string]any{"stored": Stored{}, "floor": Floor{}} {
+		all, _ := tags(v)
+		if got := names(doc["components"].(object)["messages"].(object)[name].(object)["payload"].(object)["properties"]); !slices.Equal(got, all) {
+			t.Errorf("%s has %v, the code %v", name, got, all)
+		}
 	}
 	var walk func(v any, at string)
 	walk = func(v any, at string) {
