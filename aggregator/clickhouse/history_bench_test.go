@@ -54,8 +54,8 @@ func fillHistory(tb testing.TB, s *Store, n uint64) {
 		start := []string{"Minute", "Hour", "Day"}[i]
 		for day := range historyDays {
 			run(tb, s, fmt.Sprintf(`INSERT INTO %s SELECT toDateTime64(toStartOf%s(u.ts, 'UTC'), 3, 'UTC') AS ts, tenant, route, rule,
-				sum(u.allowed), sum(u.rejected), sum(u.cost) FROM %s AS u WHERE toDate(u.ts, 'UTC') = '%s' GROUP BY ts, tenant, route, rule`,
-				to, start, from, historyEnd.AddDate(0, 0, day-historyDays).Format(time.DateOnly)))
+				sum(u.allowed), sum(u.rejected), sum(u.cost) FROM %s AS u WHERE u.ts >= '%s' AND u.ts < '%s' GROUP BY ts, tenant, route, rule`,
+				to, start, from, historyEnd.AddDate(0, 0, day-historyDays).Format(time.DateTime), historyEnd.AddDate(0, 0, day+1-historyDays).Format(time.DateTime)))
 		}
 	}
 }

@@ -56,10 +56,10 @@ func sum(all []schemas.Usage) (c Counts) {
 	return c
 }
 
-// ranges are read from the days, the hours, the minutes and the ledger, and from all of them.
+// ranges are read from the days, the hours, the minutes and the ledger, and from all of them; some begin and end anywhere.
 func ranges() [][2]time.Time {
 	day := noon.Truncate(24 * time.Hour)
-	return [][2]time.Time{
+	out := [][2]time.Time{
 		{day, day.Add(48 * time.Hour)},
 		{day.Add(5 * time.Hour), day.Add(40 * time.Hour)},
 		{day.Add(61 * time.Minute), day.Add(2000 * time.Minute)},
@@ -67,6 +67,13 @@ func ranges() [][2]time.Time {
 		{day.Add(1234567 * time.Millisecond), day.Add(61*time.Hour + 1)},
 		{day.Add(time.Hour), day.Add(time.Hour)},
 	}
+	rnd := rand.New(rand.NewPCG(3, 4))
+	for i := range 12 {
+		unit := []time.Duration{time.Second, time.Millisecond}[i%2]
+		from := day.Add(time.Duration(rnd.Int64N(int64(70*time.Hour/unit))) * unit)
+		out = append(out, [2]time.Time{from, from.Add(time.Duration(rnd.Int64N(int64(12*time.Hour/unit))) * unit)})
+	}
+	return out
 }
 
 func TestCover(t *testing.T) {

@@ -4,6 +4,10 @@
 -- (gateway, boot, seq) names a report for ever and entry its place in it; the content of a report never changes, so rows
 -- of equal key are equal and FINAL collapses them, whatever was inserted twice. ts is the partition and in the key: equal
 -- rows share a partition. A tenant is a caller's word: many and long, hence not LowCardinality.
+--
+-- The order is by minute, the finest that roll-ups know: what they cannot answer, the cut minutes at the ends of a time, is
+-- together; what comes in is near the end, so that merges and FINAL have little to sort. ts itself is not in the key: by the
+-- minute alone the server sees which rows a condition on ts wants.
 CREATE TABLE IF NOT EXISTS usage
 (
     ts             DateTime64(3, 'UTC') CODEC(DoubleDelta, ZSTD(1)),
@@ -23,7 +27,7 @@ CREATE TABLE IF NOT EXISTS usage
 )
 ENGINE = ReplacingMergeTree
 PARTITION BY toYYYYMM(ts)
-ORDER BY (tenant, ts, gateway, boot, seq, entry)
+ORDER BY (toStartOfMinute(ts), tenant, gateway, boot, seq, entry)
 SETTINGS non_replicated_deduplication_window = 10000, fsync_after_insert = 1, fsync_part_directory = 1;
 
 -- reports has a row for each report that is stored whole: it is written last. It answers "is it there already?" also
