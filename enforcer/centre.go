@@ -48,7 +48,10 @@ func (e *Enforcer) rung(now int64) string {
 	return Isolated
 }
 
-// descend puts the limits of another rung in force, once the centre has been silent for long enough.
+// Descend looks whether shares have outlived their time, or the weight has, and puts the limits of the next rung in force. It is to be
+// called at that moment; Collect does it, too. A fleet whose gateways do it at different times admits too much or too little meanwhile.
+func (e *Enforcer) Descend() { e.descend(e.cfg.Clock()) }
+
 func (e *Enforcer) descend(now int64) {
 	if v := e.view.Load(); v == nil || !v.shared || v.rung == e.rung(now) {
 		return
@@ -235,7 +238,7 @@ func (e *Enforcer) give(v *view, r *rule, q *Request, said *schemas.Share, now i
 // ones, which were refused, are nearly empty, or have no share yet from a centre that serves several gateways. What is emitted
 // counts as reported. emit is called without a lock.
 //
-// It also looks whether the centre has become silent, and is to be called several times a second.
+// It descends the ladder where it is time to.
 func (e *Enforcer) Collect(now int64, all bool, emit func(Bucket)) {
 	e.descend(now)
 	e.collecting.Lock()

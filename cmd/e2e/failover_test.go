@@ -21,7 +21,7 @@ import (
 // they admit more than the limit and the bound.
 func TestFailoverGrantsNothingTwice(t *testing.T) {
 	const (
-		rate, burst = 60, 60
+		rate, burst = 60, 200
 		gateways    = 3
 	)
 	nats, redis := embeddedtest.NATS(t), embeddedtest.Redis(t)
@@ -55,7 +55,7 @@ rules:
 	var heavy atomic.Bool
 	done := make(chan struct{})
 	var callers sync.WaitGroup
-	for path, a := range load { // three times the limit or half of it, most of it on a gateway that changes
+	for path, a := range load { // three times the limit or a quarter of it, most of it on a gateway that changes
 		callers.Go(func() {
 			began := time.Now()
 			var asks sync.WaitGroup
@@ -68,7 +68,7 @@ rules:
 						return
 					}
 				}
-				if n%6 > 0 && !heavy.Load() {
+				if n%12 > 0 && !heavy.Load() {
 					continue
 				}
 				g := n % gateways
@@ -112,7 +112,7 @@ rules:
 		t.Logf("round %d: taken over after %s", round, time.Since(at).Round(100*time.Millisecond))
 		time.Sleep(4 * time.Second)
 		heavy.Store(false)
-		time.Sleep(4 * time.Second)
+		time.Sleep(5 * time.Second) // in which the bucket fills
 	}
 	close(done)
 	callers.Wait()
@@ -127,7 +127,7 @@ rules:
 		if over > bound {
 			t.Errorf("%s: %.0f admitted beyond the rate between %s and %s, want at most %.0f", path, over, from.Sub(began), to.Sub(began), bound)
 		}
-		if got := float64(len(a.at)); got < 0.4*rate*lasted { // half of the limit is asked for in much of the time
+		if got := float64(len(a.at)); got < 0.25*rate*lasted { // no more is asked for in much of the time
 			t.Errorf("%s: %.0f admitted in %.1f s", path, got, lasted)
 		}
 	}

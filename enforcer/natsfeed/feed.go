@@ -34,6 +34,7 @@ type Config struct {
 	Grace    time.Duration // after the start: a centre that was not heard yet is no news (3s)
 	TakeWait time.Duration // for an answer about one request (5ms)
 
+	Silent    func()           // called when shares have outlived their time to live, from the goroutine that calls apply; may be nil
 	FleetFile string           // where what is known of the fleet is kept over a restart; "" keeps it nowhere
 	Now       func() time.Time // the gateway's wall clock (time.Now)
 }
@@ -49,6 +50,9 @@ func (c Config) withDefaults() Config {
 		if *d.field == 0 {
 			*d.field = d.value
 		}
+	}
+	if c.Silent == nil {
+		c.Silent = func() {}
 	}
 	if c.Now == nil {
 		c.Now = time.Now
@@ -149,11 +153,13 @@ func (f *Feed) listen(ctx context.Context, fleet chan Fleet) (err error) {
 		heartbeat = time.NewTicker(f.cfg.Heartbeat)
 		ask       = time.NewTimer(0) // when to ask for a snapshot next
 		wait      = f.cfg.RetryMin   // after that one
+		silent    = time.NewTimer(0) // when shares have outlived their time
 		lost      int                // messages that found the channel full
 		mode      = modeLog{log: f.log, degraded: f.m.Degraded, quiet: time.Now().Add(f.cfg.Grace)}
 	)
 	defer heartbeat.Stop()
 	defer ask.Stop()
+	defer silent.Stop()
 	defer mode.close()
 	f.beat()
 	for {
@@ -179,6 +185,7 @@ func (f *Feed) listen(ctx context.Context, fleet chan Fleet) (err error) {
 				continue
 			}
 			f.apply(*u)
+			silent.Reset(u.TTL + time.Millisecond)
 			if u.Snapshot {
 				wait = f.cfg.RetryMin
 				ask.Reset(f.cfg.Resync + rand.N(f.cfg.Resync/4+1))
@@ -188,6 +195,8 @@ func (f *Feed) listen(ctx context.Context, fleet chan Fleet) (err error) {
 			default:
 			}
 			fleet <- fleetOf(u)
+		case <-silent.C:
+			f.cfg.Silent()
 		case <-heartbeat.C:
 			mode.see(f.beat())
 			if n := dropped(subs); n > lost {

@@ -472,6 +472,30 @@ func (l *lines) Write(p []byte) (int, error) { l.mu.Lock(); defer l.mu.Unlock();
 func (l *lines) String() string              { l.mu.Lock(); defer l.mu.Unlock(); return l.b.String() }
 func (l *lines) count(s string) int          { return strings.Count(l.String(), s) }
 
+// TestSharesThatHaveOutlivedTheirTimeAreTold: once, and a while after the last message.
+func TestSharesThatHaveOutlivedTheirTimeAreTold(t *testing.T) {
+	srv := embeddedtest.NATS(t)
+	c := newCentre(t, srv.URL())
+	silent := make(chan time.Time, 10)
+	cfg := fast(Config{Gateway: "g1", Silent: func() { silent <- time.Now() }})
+	got := new(applied)
+	start(t, newFeed(t, cfg, connect(t, srv.URL()), got.apply, isSynced, embeddedtest.Log(t)))
+	<-silent // nothing was heard at the start
+	const ttl = 300 * time.Millisecond
+	var last time.Time
+	for range 5 {
+		last = time.Now()
+		c.push("g1", &schemas.ThrottleUpdate{Gateways: 1, TTL: ttl})
+		time.Sleep(ttl / 10)
+	}
+	if at := <-silent; at.Sub(last) < ttl {
+		t.Errorf("told %s after the last message, want no sooner than after %s", at.Sub(last), ttl)
+	}
+	if len(silent) > 0 {
+		t.Error("told again")
+	}
+}
+
 func TestTheFleetOutlivesTheProcess(t *testing.T) {
 	srv := embeddedtest.NATS(t)
 	c := newCentre(t, srv.URL())

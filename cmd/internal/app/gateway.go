@@ -99,7 +99,7 @@ func NewGateway(cfg GatewayConfig, policy *Policy, nc *nats.Conn, m *Metrics, st
 	if cfg.Applied != nil {
 		apply = func(u schemas.ThrottleUpdate) { g.enforcer.Apply(u); cfg.Applied(u) }
 	}
-	feed, err := natsfeed.New(natsfeed.Config{Gateway: cfg.Name, Boot: g.Boot, Version: obs.Version(), FleetFile: fleetFile, Now: cfg.Now},
+	feed, err := natsfeed.New(natsfeed.Config{Gateway: cfg.Name, Boot: g.Boot, Version: obs.Version(), FleetFile: fleetFile, Silent: g.enforcer.Descend, Now: cfg.Now},
 		nc, apply, func() natsfeed.Status {
 			pending, _ := g.reporter.Pending()
 			return natsfeed.Status{Mode: g.enforcer.Mode(), PolicyVersion: policy.Version(), Pending: uint64(pending)}
