@@ -3,6 +3,7 @@ package redis_test
 import (
 	"context"
 	"fmt"
+	"slices"
 	"strconv"
 	"strings"
 	"testing"
@@ -16,20 +17,27 @@ import (
 	embedded "github.com/weirhq/weir/internal/embedded/redis"
 )
 
-// BenchmarkFold folds batches of 1000 keys, each used by one of three gateways in turn, into a real Redis, and shows wall time
-// and Redis' own CPU time per key. Figures are in ../README.md.
+// BenchmarkFold folds batches of keys into a real Redis, and shows wall time and Redis' own CPU time per key, and what a key takes of
+// its memory. Warm keys are used by one of three gateways in turn, hot ones by all three in each fold, and cold ones once each, by one:
+// the first million of them make the key. Figures are in docs/benchmarks.md.
 func BenchmarkFold(b *testing.B) {
-	for _, cluster := range []bool{false, true} {
-		name := "many keys a call"
-		if cluster {
-			name = "one key a call"
-		}
-		b.Run(name, func(b *testing.B) { benchmarkFold(b, cluster) })
+	for _, bench := range []struct {
+		name                        string
+		cluster                     bool
+		batch, keys, gateways, uses int
+	}{
+		{"warm keys, many a call", false, 1000, 1000, 3, 1},
+		{"warm keys, one a call", true, 1000, 1000, 3, 1},
+		{"100 hot keys", false, 100, 100, 3, 3},
+		{"1M cold keys", false, 1000, 1_000_000, 1, 1},
+	} {
+		b.Run(bench.name, func(b *testing.B) {
+			benchmarkFold(b, bench.cluster, bench.batch, bench.keys, bench.gateways, bench.uses)
+		})
 	}
 }
 
-func benchmarkFold(b *testing.B, cluster bool) {
-	const keys, gateways = 1000, 3
+func benchmarkFold(b *testing.B, cluster bool, size, keys, gateways, uses int) {
 	s, err := embedded.Start(embedded.Config{Dir: b.TempDir(), Real: true}, embeddedtest.Log(b)) // without persistence, as in every published figure
 	if err != nil {
 		b.Fatal(err)
@@ -38,20 +46,25 @@ func benchmarkFold(b *testing.B, cluster bool) {
 	c := open(b, redis.Config{URL: s.URL(), Timeout: patient, PerCall: map[bool]int{true: 1}[cluster]})
 	r := raw(b, s.URL())
 	limit := aggregator.Limit{RateNanos: 80e9, Burst: 160}
-	folds := make([]aggregator.Fold, keys)
-	seq := uint64(0)
+	folds := make([]aggregator.Fold, size)
+	seq, next := uint64(0), 0
 	batch := func() {
-		seq++
+		if next%keys == 0 {
+			seq++
+		}
 		for i := range folds {
-			folds[i] = aggregator.Fold{Key: aggregator.Key{Rule: "contract", Key: "tenant-" + strconv.Itoa(i)}, Limit: limit, Uses: append(folds[i].Uses[:0],
-				aggregator.Use{Gateway: fmt.Sprint("gateway-", seq%gateways), Boot: "01J0000000000000000000000A", Seq: seq, Cum: seq, From: seq - 1,
-					DemandNanos: 10e9, Window: 100 * time.Millisecond})}
+			folds[i] = aggregator.Fold{Key: aggregator.Key{Rule: "contract", Key: "tenant-" + strconv.Itoa(next%keys)}, Limit: limit, Uses: folds[i].Uses[:0]}
+			for u := range uses {
+				folds[i].Uses = append(folds[i].Uses, aggregator.Use{Gateway: fmt.Sprint("gateway-", (int(seq)+u)%gateways), Boot: "01J0000000000000000000000A",
+					Seq: seq, Cum: seq, From: seq - 1, DemandNanos: 10e9, Window: 100 * time.Millisecond})
+			}
+			next++
 		}
 		states, err := c.Fold(context.Background(), folds)
 		if err != nil {
 			b.Fatal(err)
 		}
-		if n := len(states[0].Demands); n != int(min(seq, gateways)) {
+		if n := len(states[0].Demands); n < uses {
 			b.Fatalf("fold %d: %d demands", seq, n)
 		}
 	}
@@ -64,7 +77,7 @@ func benchmarkFold(b *testing.B, cluster bool) {
 		batch()
 	}
 	b.StopTimer()
-	updates := float64(b.N) * keys
+	updates := float64(b.N * size)
 	b.ReportMetric(b.Elapsed().Seconds()*1e6/updates, "µs/key")
 	b.ReportMetric((redisCPU(b, r)-cpu)*1e6/updates, "redisµs/key")
 	total, err := c.Total(context.Background(), folds[0].Key)
@@ -74,18 +87,28 @@ func benchmarkFold(b *testing.B, cluster bool) {
 	if total < int64(seq) { // each gateway counts up to the round that it last had
 		b.Fatalf("total %d after %d rounds", total, seq)
 	}
+	n, err := r.DBSize(context.Background()).Result()
+	if err != nil {
+		b.Fatal(err)
+	}
+	b.ReportMetric(redisInfo(b, r, "memory", "used_memory")/float64(n), "redisB/key")
 }
 
 func redisCPU(b *testing.B, r *goredis.Client) float64 {
 	b.Helper()
-	info, err := r.Info(context.Background(), "cpu").Result()
+	return redisInfo(b, r, "cpu", "used_cpu_sys", "used_cpu_user")
+}
+
+// redisInfo is the sum of some of the numbers that Redis tells of itself.
+func redisInfo(b *testing.B, r *goredis.Client, section string, names ...string) (sum float64) {
+	b.Helper()
+	info, err := r.Info(context.Background(), section).Result()
 	if err != nil {
 		b.Fatal(err)
 	}
-	var sum float64
 	for line := range strings.Lines(info) {
 		name, value, _ := strings.Cut(strings.TrimSpace(line), ":")
-		if name == "used_cpu_sys" || name == "used_cpu_user" {
+		if slices.Contains(names, name) {
 			v, err := strconv.ParseFloat(value, 64)
 			if err != nil {
 				b.Fatal(err)

@@ -37,7 +37,7 @@ var ErrUnreachable = errors.New("redis is unreachable")
 
 const (
 	liveFor  = time.Minute // a mark in the index of live keys holds this long
-	argsHead = 8           // arguments of a fold
+	argsHead = 5           // arguments of a fold
 	argsUse  = 10          // arguments of a use
 )
 
@@ -325,15 +325,7 @@ func (c *Counter) args(folds []aggregator.Fold) []any {
 			l := bounded(f.Limit)
 			rate, burst = strconv.FormatInt(l.RateNanos, 10), strconv.FormatInt(l.Burst, 10)
 		}
-		least, most := "", ""
-		if f.Bounds != nil {
-			least, most = strconv.FormatInt(f.Bounds.LeastMicros, 10), strconv.FormatInt(f.Bounds.MostMicros, 10)
-		}
-		begin := ""
-		if f.Strict {
-			begin = "0" // see raise
-		}
-		args = append(args, rate, burst, begin, min(max(f.Outstanding, 0), aggregator.MaxBurst), f.Lag().Microseconds(), least, most, len(f.Uses))
+		args = append(args, rate, burst, f.Lag().Microseconds(), seldom(f), len(f.Uses))
 		for j := range f.Uses {
 			u := &f.Uses[j]
 			inc := strconv.FormatUint(uint64(u.Incarnation), 10)
@@ -346,6 +338,21 @@ func (c *Counter) args(folds []aggregator.Fold) []any {
 		}
 	}
 	return args
+}
+
+// seldom is what few folds have to say.
+func seldom(f *aggregator.Fold) string {
+	if f.Outstanding <= 0 && f.Bounds == nil && !f.Strict {
+		return ""
+	}
+	least, most, begin := "-", "-", -1
+	if f.Bounds != nil {
+		least, most = strconv.FormatInt(f.Bounds.LeastMicros, 10), strconv.FormatInt(f.Bounds.MostMicros, 10)
+	}
+	if f.Strict {
+		begin = 0 // see raise
+	}
+	return fmt.Sprintf("%d %s %s %d ", min(max(f.Outstanding, 0), aggregator.MaxBurst), least, most, begin)
 }
 
 // read fills a call's states from the script's result.

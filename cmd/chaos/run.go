@@ -78,7 +78,7 @@ func judge(r *rig.Rig, dir string, p plan, res *result) error {
 }
 
 // remembered is how long a total stays in Redis at least.
-const remembered = time.Minute
+const remembered = 50 * time.Second
 
 // compare holds the journal against ClickHouse and Redis.
 func compare(r *rig.Rig, dir string, p plan, j *rig.Journal, began time.Time, res *result) error {

@@ -2,8 +2,8 @@
 --
 -- KEYS   one hash per key. In a cluster one key a call; elsewhere many, so that one call costs one TIME and one dispatch.
 -- ARGV   for each key: rate (billionths of a token per second, '' leaves the limit and does not make the key), burst (tokens),
---        level of a key that is not there (µtokens, '' for a full one), outstanding (tokens), lag (µs), least and most (µtokens, '' for
---        no matter), number of uses; for each use: mark field, gateway, seq, cum, from, settled, demand (0 leaves it) and what is sure
+--        lag (µs), what is seldom said ('' or four numbers and a space after each: outstanding (tokens), least and most (µtokens), level
+--        of a key that is not there (µtokens, below 0 for a full one)), number of uses; for each use: mark field, gateway, seq, cum, from, settled, demand (0 leaves it) and what is sure
 --        of it (millionths of a token per second), span and window (µs).
 --        Meaning: aggregator.Fold and aggregator.Use.
 -- RESULT {now µs, state of each key}; a state is false for a key that is not there, else
@@ -16,6 +16,7 @@
 --
 -- Fields: r b limit · l level, may be negative (debt) · f billionths of a µtoken earned and not yet credited, so that slow rates lose
 -- nothing (absent: 0) · t µs of the last refill · v version, where it is ahead of t · n total (HINCRBY: it may pass 2^53)
+-- x µs when it expires
 -- d demands ";GATEWAY demand until since;…" · c:GATEWAY:BOOT:INCARNATION mark "cum seq", and since when unused if pruning saw it.
 -- A damaged field is made good: level anew from a full bucket, time from now. Debt is at most the burst, what is outstanding, and five seconds of the rate.
 -- A number becomes text once, and text is passed on as it came: that is much of what this script costs.
@@ -78,13 +79,16 @@ local out = {now}
 local a = 1
 local rate0, burst0, full, tokens, nanos, speed -- the limit that was read last: neighbours often share one
 for k = 1, #KEYS do
-  local key, rate, burst, begin, uses = KEYS[k], ARGV[a], ARGV[a + 1], ARGV[a + 2], tonumber(ARGV[a + 7])
-  local outstanding, lag = tonumber(ARGV[a + 3]) * 1000000, tonumber(ARGV[a + 4])
-  local least, most = tonumber(ARGV[a + 5]), tonumber(ARGV[a + 6])
-  a = a + 8
+  local key, rate, burst, lag, uses = KEYS[k], ARGV[a], ARGV[a + 1], tonumber(ARGV[a + 2]), tonumber(ARGV[a + 4])
+  local outstanding, begin, least, most = 0, -1
+  if ARGV[a + 3] ~= '' then
+    outstanding, least, most, begin = match(ARGV[a + 3], '^(%S+) (%S+) (%S+) (%S+) $')
+    outstanding, least, most, begin = outstanding * 1000000, tonumber(least), tonumber(most), tonumber(begin)
+  end
+  a = a + 5
 
-  local want = {key, 'r', 'b', 'l', 'f', 't', 'v', 'd'}
-  for j = 1, min(uses, 500) do want[j + 8] = ARGV[a + (j - 1) * 10] end
+  local want = {key, 'r', 'b', 'l', 'f', 't', 'v', 'd', 'n', 'x'}
+  for j = 1, min(uses, 500) do want[j + 10] = ARGV[a + (j - 1) * 10] end
   local got = redis.pcall('HMGET', unpack(want))
   local lost = 0
   if got.err then -- not a hash: whatever it is, it is not ours
@@ -103,7 +107,7 @@ for k = 1, #KEYS do
     out[k + 1] = false
     a = a + 10 * uses
   else
-    local level, frac, at, before, well = read(got[3], got[4], got[5], got[6], tonumber(begin) or full, now)
+    local level, frac, at, before, well = read(got[3], got[4], got[5], got[6], begin < 0 and full or begin, now)
     if not well then lost = (lost == 1 or r or b or got[3] or got[4] or got[5]) and 1 or 2 end
     -- what a report tells of was used while the bucket was refilled: for so long it is refilled beyond its brim before it is charged
     local dt, brim = now - at, full + outstanding
@@ -115,7 +119,7 @@ for k = 1, #KEYS do
     for j = 1, uses do
       local field, seq = ARGV[a], ARGV[a + 2]
       local cum, asked = tonumber(ARGV[a + 3]), tonumber(ARGV[a + 6])
-      local mark = marks[field] or got[j + 7] or j > 500 and call('HGET', key, field)
+      local mark = marks[field] or got[j + 9] or j > 500 and call('HGET', key, field)
       local old, last
       if mark then
         old, last = match(mark, '^(%d+) (%d+)')
@@ -191,14 +195,24 @@ for k = 1, #KEYS do
         set[n + 1], set[n + 2] = 'f', format('%d', frac)
         n = n + 2
       end
-      if version > now then set[n + 1], set[n + 2] = 'v', format('%d', version) end
+      if version > now then
+        set[n + 1], set[n + 2] = 'v', format('%d', version)
+        n = n + 2
+      end
+      local total, apart = num(got[8] or '0'), grown
+      if grown ~= 0 and total and total % 1 == 0 and abs(total + grown) < 9e15 then
+        set[n + 1], set[n + 2] = 'n', format('%d', total + grown)
+        n, apart = n + 2, 0
+      end
+      local x = outlives(got[9], level, full, speed, now)
+      if x then set[n + 1], set[n + 2] = 'x', x end
       call('HSET', unpack(set))
-      if grown ~= 0 and type(redis.pcall('HINCRBY', key, 'n', format('%d', grown))) == 'table' then
-        call('HSET', key, 'n', format('%d', grown)) -- it was no number
+      if x then call('PEXPIREAT', key, sub(x, 1, -4)) end
+      if apart ~= 0 and type(redis.pcall('HINCRBY', key, 'n', format('%d', apart))) == 'table' then
+        call('HSET', key, 'n', format('%d', apart)) -- it was no number
         lost = 1
       end
       if aside then prune(key, now) end
-      call('PEXPIRE', key, lifetime(level, full, speed))
       out[k + 1] = {level, version, lost, demands}
     end
   end

@@ -14,7 +14,7 @@ local now = clock[1] * 1000000 + clock[2]
 local key, rate, full, cost = KEYS[1], ARGV[1], tonumber(ARGV[2]) * 1000000, tonumber(ARGV[3]) * 1000000
 local tokens, nanos, speed = parts(rate)
 
-local got = redis.pcall('HMGET', key, 'l', 'f', 't', 'v')
+local got = redis.pcall('HMGET', key, 'l', 'f', 't', 'v', 'x')
 if got.err then
   call('DEL', key)
   got = {}
@@ -33,5 +33,9 @@ else
 end
 call('HSET', key, 'r', rate, 'b', ARGV[2], 'l', format('%d', level), 'f', format('%d', frac), 't', format('%d', now), 'v', format('%d', max(before + 1, now)))
 if taken == 1 then call('HINCRBY', key, 'n', ARGV[3]) end
-call('PEXPIRE', key, lifetime(level, full, speed))
+local x = outlives(got[5], level, full, speed, now)
+if x then
+  call('HSET', key, 'x', x)
+  call('PEXPIREAT', key, sub(x, 1, -4))
+end
 return {taken, level, wait}
