@@ -3,6 +3,7 @@
 package aggregator
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -24,7 +25,7 @@ type Config struct {
 	TTL         time.Duration       // how long shares hold without a message (3 × Keepalive)
 	Digest      time.Duration       // every live share is sent again this often (5s)
 	FleetExpiry time.Duration       // a gateway that is silent for longer is gone (5s)
-	Learn       time.Duration       // after a start, time to hear from all gateways before limits are divided (2s); negative is none
+	Learn       time.Duration       // after a start, time to hear from all gateways before limits are divided (1.5s); negative is none
 	Late        time.Duration       // a report that is older when it comes is counted but not charged to the bucket (30s)
 	MaxKeys     int                 // keys whose shares are remembered; beyond it some are forgotten (200,000)
 	OnPush      func([]PushedShare) // hears of every changed share, from any goroutine; it must not block or keep the slice
@@ -39,7 +40,7 @@ func (c Config) withDefaults() Config {
 		value time.Duration
 	}{
 		{&c.Keepalive, time.Second}, {&c.Digest, 5 * time.Second}, {&c.FleetExpiry, 5 * time.Second},
-		{&c.Learn, 2 * time.Second}, {&c.Late, 30 * time.Second},
+		{&c.Learn, 1500 * time.Millisecond}, {&c.Late, 30 * time.Second},
 	} {
 		if *d.field == 0 {
 			*d.field = d.value
@@ -240,8 +241,11 @@ func (e *entry) part(gateway string, even Limit, now int64) *held {
 
 // byGrants says whether the key is kept by grants alone: its tokens are too few for rates and bursts, or are not to be given twice.
 func (e *entry) byGrants(l Limit, gateways int) bool {
-	return e.consistency == "lease" || l.Burst < 2*int64(gateways)
+	return e.consistency == "lease" || tooFew(l, gateways)
 }
+
+// tooFew says whether a limit is too small to be cut into rates and bursts. The last one to ask may hold a token of it for long.
+func tooFew(l Limit, gateways int) bool { return l.Burst < 2*int64(gateways) }
 
 // New returns an aggregator that counts in counter and speaks through caster. m may be nil. It starts nothing.
 func New(cfg Config, counter Counter, caster Caster, log *slog.Logger, m *Metrics) *Aggregator {
@@ -251,7 +255,7 @@ func New(cfg Config, counter Counter, caster Caster, log *slog.Logger, m *Metric
 	}
 	now := cfg.Now()
 	return &Aggregator{cfg: cfg, counter: counter, caster: caster, log: log, m: m, learned: now.Add(cfg.Learn),
-		fleet: make(map[string]time.Time), left: make(map[string]departure), keys: make(map[Key]*entry), waiting: make(map[Key]time.Time), delays: make(map[string]*delay), wake: make(chan struct{}, 1), keepaliveAt: now.Add(cfg.Keepalive), digestAt: now.Add(cfg.Digest)}
+		fleet: make(map[string]time.Time), left: make(map[string]departure), keys: make(map[Key]*entry), waiting: make(map[Key]time.Time), delays: make(map[string]*delay), wake: make(chan struct{}, 1), keepaliveAt: now.Add(cmp.Or(max(cfg.Learn, 0), cfg.Keepalive)), digestAt: now.Add(cfg.Digest)}
 }
 
 // Reports folds a batch and casts the shares that change. It is the handler of the throttle consumer: after an error the batch
@@ -700,7 +704,7 @@ func (a *Aggregator) settle(ctx context.Context, due func(*entry) bool) {
 	a.look(ctx, folds)
 }
 
-// outstanding notes in folds what gateways hold of keys that are kept by grants, and which keys are kept strictly.
+// outstanding notes in folds what gateways that ask hold of keys that are kept by grants, and which keys are kept strictly.
 func (a *Aggregator) outstanding(folds []Fold) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -711,9 +715,12 @@ func (a *Aggregator) outstanding(folds []Fold) {
 		if e == nil || !e.byGrants(f.Limit, max(len(a.fleet), 1)) {
 			continue
 		}
+		few := tooFew(f.Limit, max(len(a.fleet), 1))
 		var sum int64
-		for _, h := range e.held {
-			sum = min(sum+h.holds(e.state.At), MaxBurst*1e6)
+		for g, h := range e.held {
+			if few || slices.ContainsFunc(e.state.Demands, func(d Demand) bool { return d.Gateway == g }) {
+				sum = min(sum+h.holds(e.state.At), MaxBurst*1e6)
+			}
 		}
 		f.Outstanding = sum / 1e6
 	}
@@ -854,7 +861,9 @@ func (a *Aggregator) rebuild(ctx context.Context, folds []Fold, states []KeyStat
 	for i := range states {
 		s := &states[i]
 		e := a.keys[s.Key]
-		if unsure := e != nil && e.unsure; !unsure && (folds[i].Strict || !s.New && !s.Lost) { // of a strict key gateways hold nothing, unless they were alone with it
+		unsure := e != nil && e.unsure
+		lone := n == 1 && len(folds[i].Uses) > 0 // it has the whole limit and reports at leisure: its bucket is the one that is right
+		if !unsure && (folds[i].Strict || !s.New && !s.Lost && !lone) { // of a strict key gateways hold nothing, unless they were alone with it
 			continue
 		}
 		known := entry{held: make(map[string]*held)}
@@ -870,10 +879,13 @@ func (a *Aggregator) rebuild(ctx context.Context, folds []Fold, states []KeyStat
 			b.LeastMicros += h.holds(s.At)
 		}
 		b.MostMicros = b.LeastMicros + saturatingMul(even.Burst, int64(max(n-len(known.held), 0))*1e6)
-		if e == nil || !e.unsure {
+		if !unsure && !lone {
 			b.LeastMicros = math.MinInt64
 		}
-		if e == nil && s.New && s.pressed() && s.LevelMicros > 0 { // what it earned while its first use went on was lost to a full bucket
+		if lone && !unsure && !s.New && !s.Lost {
+			b.MostMicros = math.MaxInt64
+		}
+		if e == nil && !lone && s.New && s.pressed() && s.LevelMicros > 0 { // what it earned while its first use went on was lost to a full bucket
 			earned := int64(min(folds[i].Lag().Seconds()*float64(s.Limit.RateNanos)/1e3, 4e15))
 			b.MostMicros += earned
 			b.LeastMicros = min(s.LevelMicros+earned, b.MostMicros)

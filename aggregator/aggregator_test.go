@@ -383,8 +383,8 @@ func TestSnapshotAfterRestart(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if waited := time.Since(start); waited != 2*time.Second {
-			t.Errorf("the snapshot came after %v, want the 2 s of learning", waited)
+		if waited := time.Since(start); waited != 1500*time.Millisecond {
+			t.Errorf("the snapshot came after %v, want the 1.5 s of learning", waited)
 		}
 		if !u.Snapshot || u.Gateways != 3 || u.TTL != 3*time.Second || len(u.Shares) != 1 || u.Shares[0].Key != "hot" || u.Shares[0].RateNanos < 90e9 {
 			t.Errorf("snapshot %+v, want the share of the hot key, 90 or more, for 3 gateways", u)
@@ -397,7 +397,7 @@ func TestSnapshotAfterRestart(t *testing.T) {
 			}
 		}
 		for _, c := range w.casts.take(true) {
-			if c.at.Sub(start) < 2*time.Second {
+			if c.at.Sub(start) < 1500*time.Millisecond {
 				t.Errorf("cast %+v while the fleet was not known", c)
 			}
 		}

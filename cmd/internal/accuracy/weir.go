@@ -41,7 +41,7 @@ const (
 	snapshotMin = 100 * ms
 	snapshotMax = 5 * s
 	resync      = 60 * s
-	learn       = 2 * s
+	learn       = 3 * s / 2
 )
 
 // weir is the product: real enforcers, a real aggregator and its counter's twin in memory, in virtual time.
