@@ -914,15 +914,18 @@ func TestMergedBucketsTellWhatWasGivenBack(t *testing.T) {
 func TestALostReportIsSentAgainSoon(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var out bytes.Buffer
+		var mu sync.Mutex // guards what follows
 		lost, slow := 2, 5*time.Millisecond
 		var at []time.Time
 		far := publisherFunc(func(ctx context.Context, _ *schemas.Report) error {
+			mu.Lock()
 			at = append(at, time.Now())
 			took := slow
 			if lost > 0 {
 				lost--
 				took = time.Hour
 			}
+			mu.Unlock()
 			select {
 			case <-time.After(took):
 				return nil
@@ -933,24 +936,31 @@ func TestALostReportIsSentAgainSoon(t *testing.T) {
 		m := NewMetrics(prometheus.NewRegistry())
 		r := New(Config{}, "gw", "boot", newTable(), far, slog.New(slog.NewTextHandler(&out, nil)), m)
 		stop := begin(r)
-		send := func(attempts int, within time.Duration) {
-			t.Helper()
+		send := func() []time.Time {
+			mu.Lock()
 			at = nil
+			mu.Unlock()
 			r.Count(time.Now(), "a", "r", "", "", 1)
 			time.Sleep(5 * time.Second)
-			synctest.Wait()
-			if len(at) != attempts || at[len(at)-1].Sub(at[0]) > within {
-				t.Errorf("%d attempts in %s, want %d within %s", len(at), at[len(at)-1].Sub(at[0]), attempts, within)
-			}
+			mu.Lock()
+			defer mu.Unlock()
+			return at
 		}
-		send(3, 50*time.Millisecond+100*time.Millisecond)
+		if at := send(); len(at) != 3 || at[2].Sub(at[0]) > 150*time.Millisecond {
+			t.Errorf("attempts at %v, want three in 50 and 100 ms", at)
+		}
+		mu.Lock()
 		slow = 300 * time.Millisecond
-		send(4, 350*time.Millisecond) // 50, 100 and 200 ms are too short for it, and then 400 are not
-		for range 20 {
-			r.Count(time.Now(), "a", "r", "", "", 1)
-			time.Sleep(5 * time.Second)
+		mu.Unlock()
+		if at := send(); len(at) != 4 || at[3].Sub(at[0]) > 350*time.Millisecond {
+			t.Errorf("attempts at %v, want 50, 100 and 200 ms for those that are too short, and then one that is not", at)
 		}
-		send(1, 0)
+		for range 20 {
+			send()
+		}
+		if at := send(); len(at) != 1 {
+			t.Errorf("attempts at %v, want one that is long enough at once", at)
+		}
 		if err := stop(); err != nil {
 			t.Fatal(err)
 		}
