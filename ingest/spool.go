@@ -82,7 +82,7 @@ func (f *Found) Add(c *Cell, tenant, route, rule, layer string) {
 	f.p.addUsage(&cell{key: usageKey{tenant, route, rule, layer}, at: c})
 }
 
-// Reports seals what was added, as the reports of boot that follow seq.
+// Reports seals what was added, as the reports of boot that follow seq. They have no policy version, which tells that a process was killed.
 func (f *Found) Reports(gateway, boot string, seq uint64) (all []*schemas.Report) {
 	cfg, now := Config{}.withDefaults(), time.Now().UTC()
 	for r, at := f.p.cut(cut{}, cfg.MaxEntries, cfg.MaxBytes); r != nil; r, at = f.p.cut(at, cfg.MaxEntries, cfg.MaxBytes) {

@@ -111,6 +111,29 @@ func (s *Store) Marks(ctx context.Context, from, to time.Time, n int) ([]Mark, e
 	return out, err
 }
 
+// Unsealed is what a process that was killed had admitted of one tenant in one hour and not sealed.
+type Unsealed struct {
+	Gateway, Boot, Tenant string
+	Hour                  time.Time
+	Cost                  uint64 // tokens that its requests asked for
+}
+
+// Unsealed returns those with requests of from <= ts < to, by hour. The next process sealed them, under no policy.
+func (s *Store) Unsealed(ctx context.Context, from, to time.Time) ([]Unsealed, error) {
+	var out []Unsealed
+	err := s.scan(ctx, "look for what killed processes left", `SELECT gateway, boot, tenant, toUnixTimestamp64Milli(ts) - toUnixTimestamp64Milli(ts) % 3600000 AS hour,
+			sum(greatest(cost, allowed)) FROM usage FINAL WHERE policy_version = 0 AND allowed > 0 AND `+within+`
+			GROUP BY gateway, boot, tenant, hour ORDER BY hour, gateway, boot, tenant`, window(from, to), func(rows driver.Rows) error {
+		var u Unsealed
+		var hour int64
+		err := rows.Scan(&u.Gateway, &u.Boot, &u.Tenant, &hour, &u.Cost)
+		u.Hour = time.UnixMilli(hour).UTC()
+		out = append(out, u)
+		return err
+	})
+	return out, err
+}
+
 // ReportID names a report for ever.
 type ReportID struct {
 	Gateway, Boot string

@@ -51,6 +51,18 @@ type Reconciliation struct {
 	Counts      int          `json:"counts"`   // cumulative counts that Redis and ClickHouse both hold
 	Journals    int          `json:"journals"` // that were read
 	Differences []Difference `json:"differences"`
+	Killed      []Untold     `json:"killed,omitempty"`
+}
+
+// Untold is no difference, for nothing of it was ever told to Redis: a process was killed, and the requests that it had admitted and not
+// sealed are in the ledger, but the tokens that its buckets gave after their last report are in none. They are at most Tokens of each
+// bucket that these requests of the tenant took from.
+type Untold struct {
+	Gateway string    `json:"gateway"`
+	Boot    string    `json:"boot"`
+	Tenant  string    `json:"tenant"`
+	Hour    time.Time `json:"hour"`
+	Tokens  uint64    `json:"tokens"`
 }
 
 // Journal is what a gateway keeps of its own: the reports that it has not been told are stored.
@@ -105,6 +117,13 @@ func Reconcile(ctx context.Context, b Books, from, to time.Time) (Reconciliation
 		if err := compare(ctx, &r, known); err != nil {
 			return r, err
 		}
+	}
+	unsealed, err := b.Store.Unsealed(ctx, from, to)
+	if err != nil {
+		return r, err
+	}
+	for _, u := range unsealed {
+		r.Killed = append(r.Killed, Untold{u.Gateway, u.Boot, u.Tenant, u.Hour, u.Cost})
 	}
 	slices.SortStableFunc(r.Differences, func(a, b Difference) int {
 		return cmp.Or(a.Hour.Compare(b.Hour), cmp.Compare(a.Gateway, b.Gateway), cmp.Compare(a.Boot, b.Boot))

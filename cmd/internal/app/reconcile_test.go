@@ -81,12 +81,19 @@ func newCentre(t *testing.T) *centre {
 	return &centre{t: t, nc: nc, js: js, sql: sql, books: Books{NATS: nc, Counter: counter, Store: store}, hour: time.Now().UTC().Truncate(time.Hour)}
 }
 
+// afterKill is the report of what gw had counted when it was killed, as the next process seals it.
+const afterKill = 9
+
 // report is report seq of gateway gw, which took 2 tokens since the one before.
 func (c *centre) report(seq uint64) *schemas.Report {
 	now := time.Now().UTC()
-	return &schemas.Report{Gateway: "gw", Boot: "boot", Seq: seq, SealedAt: now,
+	r := &schemas.Report{Gateway: "gw", Boot: "boot", Seq: seq, PolicyVersion: 7, SealedAt: now,
 		Usage:  []schemas.Usage{{Time: now, Tenant: "acme", Route: "orders", Allowed: 2, Cost: 2}},
 		Tokens: []schemas.Tokens{{Rule: "contract", Key: "acme", Tenant: "acme", Mode: "enforce", RateNanos: 1e9, Capacity: 1000, LimitRateNanos: 1e9, LimitBurst: 1000, Taken: 2, Cum: 2 * seq, Window: time.Second}}}
+	if seq == afterKill {
+		r.PolicyVersion, r.Tokens = 0, nil
+	}
+	return r
 }
 
 func (c *centre) publish(seqs ...uint64) {
@@ -187,6 +194,16 @@ func TestReconcile(t *testing.T) {
 	c.becomesStored(8)
 	if r := c.becomes(""); r.Requests != 16 {
 		t.Errorf("requests = %d, want 16", r.Requests)
+	}
+	c.publish(afterKill)
+	c.becomesStored(9)
+	r := c.becomes("")
+	if want := (Untold{Gateway: "gw", Boot: "boot", Tenant: "acme", Tokens: 2}); len(r.Killed) == 1 {
+		if want.Hour = r.Killed[0].Hour; r.Killed[0] != want || !want.Hour.Equal(want.Hour.Truncate(time.Hour)) {
+			t.Errorf("killed: %+v, want %+v", r.Killed[0], want)
+		}
+	} else {
+		t.Errorf("killed: %+v, want one", r.Killed)
 	}
 
 	c.exec("INSERT INTO usage_1m SELECT * FROM usage_1m LIMIT 1")
