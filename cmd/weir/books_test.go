@@ -133,7 +133,7 @@ func (p *pipeline) number(sql string) (n uint64) {
 // report is report seq of gateway gw: 2 requests of a tenant.
 func report(tenant string, seq uint64) *schemas.Report {
 	now := time.Now().UTC()
-	return &schemas.Report{Gateway: "gw", Boot: "boot", Seq: seq, SealedAt: now,
+	return &schemas.Report{Gateway: "gw", Boot: "boot", Seq: seq, PolicyVersion: 7, SealedAt: now,
 		Usage: []schemas.Usage{{Time: now, Tenant: tenant, Route: "orders", Allowed: 2, Cost: 2}},
 		Tokens: []schemas.Tokens{{Rule: "contract", Key: "acme", Tenant: "acme", Mode: "enforce", RateNanos: 1e9, Capacity: 1000, LimitRateNanos: 1e9, LimitBurst: 1000,
 			Taken: 2, Cum: 2 * seq, Window: time.Second}}}
