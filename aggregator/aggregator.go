@@ -21,7 +21,8 @@ import (
 
 // Config says how often the aggregator speaks and how long it remembers. A zero field means its default.
 type Config struct {
-	Keepalive   time.Duration       // every live gateway hears from us this often (1s)
+	Keepalive   time.Duration       // the fleet is looked at, and every live gateway hears from us, this often (1s)
+	Beat        time.Duration       // while Run runs, gateways hear from us this often too, whatever the counter does (250ms)
 	TTL         time.Duration       // how long shares hold without a message (3 × Keepalive)
 	Digest      time.Duration       // every live share is sent again this often (5s)
 	FleetExpiry time.Duration       // a gateway that is silent for longer is gone (5s)
@@ -39,7 +40,7 @@ func (c Config) withDefaults() Config {
 		field *time.Duration
 		value time.Duration
 	}{
-		{&c.Keepalive, time.Second}, {&c.Digest, 5 * time.Second}, {&c.FleetExpiry, 5 * time.Second},
+		{&c.Keepalive, time.Second}, {&c.Beat, 250 * time.Millisecond}, {&c.Digest, 5 * time.Second}, {&c.FleetExpiry, 5 * time.Second},
 		{&c.Learn, 1500 * time.Millisecond}, {&c.Late, 30 * time.Second},
 	} {
 		if *d.field == 0 {
@@ -423,9 +424,12 @@ func (a *Aggregator) readLive(ctx context.Context) ([]KeyState, error) {
 	return a.live, nil
 }
 
-// Run speaks to the gateways until ctx is done: a keepalive each second, also while the counter is away (their shares still add
-// up), and every live share each five.
+// Run speaks to the gateways until ctx is done: a keepalive each Beat, also while the counter is away (their shares still add
+// up), and every live share each five seconds.
 func (a *Aggregator) Run(ctx context.Context) error {
+	var beating sync.WaitGroup
+	defer beating.Wait()
+	beating.Go(func() { a.beat(ctx) })
 	for {
 		select {
 		case <-ctx.Done():
@@ -449,6 +453,20 @@ func (a *Aggregator) Close() {
 	}
 	a.m.Gateways.Set(0)
 	a.m.LiveKeys.Set(0)
+}
+
+// beat is beside Step, which may wait for the counter: a gateway that hears nothing for three of its turns says so.
+func (a *Aggregator) beat(ctx context.Context) {
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-a.cfg.After(a.cfg.Beat):
+			if !a.cfg.Now().Before(a.learned) {
+				a.speak(ctx)
+			}
+		}
+	}
 }
 
 // Step does what is due, and returns when something is due next. Run is a loop around it, for one goroutine; a simulation calls it

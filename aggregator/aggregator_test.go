@@ -409,7 +409,7 @@ func TestSnapshotAfterRestart(t *testing.T) {
 
 // TestKeepalives: every second to every gateway, with the size of the fleet; a silent gateway leaves it and its shares are divided.
 func TestKeepalives(t *testing.T) {
-	bubble(t, aggregator.Config{}, func(w *world) {
+	bubble(t, aggregator.Config{Beat: time.Hour}, func(w *world) { // those of Step; the others are TestBeats
 		defer w.run()()
 		var beats []string
 		defer w.alive("g1")()
@@ -442,6 +442,27 @@ func TestKeepalives(t *testing.T) {
 		}
 		if n := testutil.ToFloat64(w.m.Gateways); n != 1 {
 			t.Errorf("%v gateways, want 1", n)
+		}
+	})
+}
+
+// TestBeats: gateways hear from a centre that waits for its counter four times a second all the same, and not before it knows the fleet.
+func TestBeats(t *testing.T) {
+	bubble(t, aggregator.Config{}, func(w *world) {
+		defer w.run()()
+		defer w.alive("g1")()
+		time.Sleep(1400 * time.Millisecond)
+		if n := len(w.casts.take(true)); n != 0 {
+			t.Errorf("%d messages while it learns", n)
+		}
+		w.counter.Fail(errors.New("redis is away"))
+		time.Sleep(200 * time.Millisecond)
+		w.casts.take(true)
+		for range 20 {
+			time.Sleep(250 * time.Millisecond)
+			if len(w.casts.take(true)) == 0 {
+				t.Fatal("nothing was said for 250 ms")
+			}
 		}
 	})
 }
@@ -497,7 +518,7 @@ func TestCounterDown(t *testing.T) {
 
 // TestLostCastIsSaidAgain: what could not be sent is in the next digest.
 func TestLostCastIsSaidAgain(t *testing.T) {
-	bubble(t, aggregator.Config{}, func(w *world) {
+	bubble(t, aggregator.Config{Beat: time.Hour}, func(w *world) {
 		defer w.run()()
 		time.Sleep(2500 * time.Millisecond)
 		w.beat("g1", "g2")

@@ -143,6 +143,9 @@ func (s *Store) Version(ctx context.Context) (string, error) {
 	return v, nil
 }
 
+// Ping asks the server for a sign of life. One that it does not answer ends with ctx.
+func (s *Store) Ping(ctx context.Context) error { return s.explain("ping", s.conn.Ping(ctx)) }
+
 // What an error is about, for errors.Is. An error that is none of these is the server's, and may pass: too many parts,
 // no memory, no disk space, shutting down.
 var (

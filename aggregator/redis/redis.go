@@ -137,6 +137,14 @@ func withoutURL(err error) error {
 // Close closes the connections.
 func (c *Counter) Close() error { return c.rdb.Close() }
 
+// Ping asks Redis for a sign of life.
+func (c *Counter) Ping(ctx context.Context) error {
+	if err := c.rdb.Ping(ctx).Err(); err != nil {
+		return c.failed(err)
+	}
+	return nil
+}
+
 // Check asks Redis whether it can be used, and returns remarks on settings that would hurt. An error wraps ErrUnreachable.
 func (c *Counter) Check(ctx context.Context) (remarks []string, err error) {
 	if err := c.rdb.Ping(ctx).Err(); err != nil {

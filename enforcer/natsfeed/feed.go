@@ -24,7 +24,9 @@ type Config struct {
 	Boot    string // of this process life; required
 	Version string // of weir, for heartbeats
 
-	Heartbeat  time.Duration // between heartbeats (1s)
+	Heartbeat  time.Duration // between heartbeats (1s); a change of mode goes out at once
+	Look       time.Duration // between looks at the mode (100ms)
+	Calm       time.Duration // the centre has to be heard for so long before all is well again (1s)
 	ClockEvery time.Duration // between measurements of the clock (5s)
 	Timeout    time.Duration // of a request to the centre (2s)
 	RetryMin   time.Duration // before asking again for a snapshot, doubled each time … (100ms)
@@ -44,7 +46,7 @@ func (c Config) withDefaults() Config {
 		field *time.Duration
 		value time.Duration
 	}{
-		{&c.Heartbeat, time.Second}, {&c.ClockEvery, 5 * time.Second}, {&c.Timeout, 2 * time.Second},
+		{&c.Heartbeat, time.Second}, {&c.Look, 100 * time.Millisecond}, {&c.Calm, time.Second}, {&c.ClockEvery, 5 * time.Second}, {&c.Timeout, 2 * time.Second},
 		{&c.RetryMin, 100 * time.Millisecond}, {&c.RetryMax, 5 * time.Second}, {&c.Resync, time.Minute}, {&c.Grace, 3 * time.Second}, {&c.TakeWait, 5 * time.Millisecond},
 	} {
 		if *d.field == 0 {
@@ -155,9 +157,11 @@ func (f *Feed) listen(ctx context.Context, fleet chan Fleet) (err error) {
 		wait      = f.cfg.RetryMin   // after that one
 		silent    = time.NewTimer(0) // when shares have outlived their time
 		lost      int                // messages that found the channel full
-		mode      = modeLog{log: f.log, degraded: f.m.Degraded, quiet: time.Now().Add(f.cfg.Grace)}
+		mode      = modeLog{log: f.log, degraded: f.m.Degraded, quiet: time.Now().Add(f.cfg.Grace), calm: f.cfg.Calm}
+		look      = time.NewTicker(f.cfg.Look)
 	)
 	defer heartbeat.Stop()
+	defer look.Stop()
 	defer ask.Stop()
 	defer silent.Stop()
 	defer mode.close()
@@ -197,8 +201,12 @@ func (f *Feed) listen(ctx context.Context, fleet chan Fleet) (err error) {
 			fleet <- fleetOf(u)
 		case <-silent.C:
 			f.cfg.Silent()
+		case <-look.C:
+			if s := f.status(); mode.see(s) {
+				f.say(s)
+			}
 		case <-heartbeat.C:
-			mode.see(f.beat())
+			f.beat()
 			if n := dropped(subs); n > lost {
 				lost, wait = n, f.cfg.RetryMin
 				ask.Reset(0)
@@ -295,17 +303,32 @@ type modeLog struct {
 	degraded prometheus.Gauge
 	last     string
 	quiet    time.Time // until then it is no news that the centre was not heard yet
+	calm     time.Duration
+	well     time.Time // since when the centre is heard again; zero before
 	since    time.Time
 	raised   bool
 }
 
-func (l *modeLog) see(s Status) {
-	if s.Mode == l.last || l.last == "" && enforcer.Alone(s.Mode) && time.Now().Before(l.quiet) {
-		return
+// see notes the mode, and reports whether it is news.
+func (l *modeLog) see(s Status) bool {
+	now := time.Now()
+	switch {
+	case s.Mode == l.last:
+		l.well = time.Time{}
+		return false
+	case l.last == "" && enforcer.Alone(s.Mode) && now.Before(l.quiet):
+		return false
+	case enforcer.Alone(l.last) && !enforcer.Alone(s.Mode):
+		if l.well.IsZero() {
+			l.well = now
+		}
+		if now.Sub(l.well) < l.calm {
+			return false
+		}
 	}
-	was, lasted := l.last, time.Since(l.since).Round(time.Millisecond)
+	was, lasted := l.last, now.Sub(l.since).Round(time.Millisecond)
 	first := was == ""
-	l.last, l.since = s.Mode, time.Now()
+	l.last, l.since, l.well = s.Mode, now, time.Time{}
 	switch {
 	case enforcer.Alone(s.Mode) && !l.raised:
 		l.raised = true
@@ -315,6 +338,8 @@ func (l *modeLog) see(s Status) {
 		l.degraded.Dec()
 	}
 	switch {
+	case s.Mode == enforcer.Stale:
+		l.log.Warn("throttling with the last shares: the centre is not heard", "mode", s.Mode)
 	case enforcer.Alone(s.Mode) && first:
 		l.log.Error("throttling without the centre: this gateway keeps to its own part of each limit", "mode", s.Mode)
 	case enforcer.Alone(s.Mode):
@@ -326,6 +351,7 @@ func (l *modeLog) see(s Status) {
 	default:
 		l.log.Warn("throttling with the centre again", "mode", s.Mode, "was", was, "for", lasted)
 	}
+	return true
 }
 
 // close takes this gateway out of the shared gauge.

@@ -320,3 +320,14 @@ func (l *link) asyncError(sub *nats.Subscription, err error) {
 	l.said[text] = time.Now()
 	say()
 }
+
+// Ask asks the server of nc for a sign of life, until ctx is done. A connection that is down has said so already, and is not asked.
+func Ask(ctx context.Context, nc *nats.Conn) error {
+	if !nc.IsConnected() {
+		return nil
+	}
+	if err := nc.FlushWithContext(ctx); err != nil && nc.IsConnected() {
+		return fmt.Errorf("ask NATS for a sign of life: %w", err)
+	}
+	return nil
+}

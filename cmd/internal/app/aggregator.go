@@ -18,6 +18,7 @@ import (
 	"github.com/weirhq/weir/aggregator/redis"
 	"github.com/weirhq/weir/ingest/jetstream"
 	"github.com/weirhq/weir/internal/natsx"
+	"github.com/weirhq/weir/internal/pulse"
 	"github.com/weirhq/weir/internal/run"
 	"github.com/weirhq/weir/schemas"
 )
@@ -58,6 +59,13 @@ func NewAggregator(ctx context.Context, s Servers, nc *nats.Conn, m *Metrics, st
 	store.Metrics = m.store
 	stack.Defer("Redis client", counter.Close)
 	stack.Defer("ClickHouse client", store.Close)
+	for _, p := range []*pulse.Pulse{
+		{Server: "Redis", Ask: counter.Ping, Raised: m.aggregator.Degraded},
+		{Server: "ClickHouse", Ask: store.Ping, Raised: m.store.Degraded},
+	} {
+		p.Log = log
+		stack.Go("pulse of "+p.Server, p.Run)
+	}
 	recorder := clickhouse.NewRecorder(clickhouse.RecorderConfig{}, store, m.store, log)
 
 	marks, err := jetstream.NewMarks(nc, declare, log)

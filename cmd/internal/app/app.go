@@ -15,6 +15,7 @@ import (
 	"github.com/weirhq/weir/aggregator/clickhouse"
 	"github.com/weirhq/weir/aggregator/redis"
 	"github.com/weirhq/weir/internal/natsx"
+	"github.com/weirhq/weir/internal/pulse"
 	"github.com/weirhq/weir/internal/run"
 )
 
@@ -70,6 +71,8 @@ func Connect(ctx context.Context, address, name string, must bool, m *Metrics, s
 		return nil, err
 	}
 	stack.Defer("connection to NATS", func() error { nc.Close(); return nil })
+	stack.Go("pulse of NATS", (&pulse.Pulse{Server: "NATS", Raised: m.nats.Degraded, Log: log,
+		Ask: func(ctx context.Context) error { return natsx.Ask(ctx, nc) }}).Run)
 	return nc, nil
 }
 

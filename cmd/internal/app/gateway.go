@@ -56,6 +56,9 @@ type Gateway struct {
 // way is not to hold up the next for long.
 const publishTimeout = 300 * time.Millisecond
 
+// staleAfter is how long the centre may be silent until that shows; it speaks each 250 ms.
+const staleAfter = 750 * time.Millisecond
+
 // NewGateway starts a gateway on the stack, over a connection that outlives it there.
 func NewGateway(cfg GatewayConfig, policy *Policy, nc *nats.Conn, m *Metrics, stack *run.Stack, log *slog.Logger) (*Gateway, error) {
 	if err := schemas.ValidName(cfg.Name); err != nil {
@@ -73,7 +76,7 @@ func NewGateway(cfg GatewayConfig, policy *Policy, nc *nats.Conn, m *Metrics, st
 		return nil, err
 	}
 	g := &Gateway{Name: cfg.Name, Boot: rand.Text()}
-	g.enforcer = enforcer.New(enforcer.Config{Fleet: fleet.Gateways, Weight: fleet.Weight, Ask: true, Clock: cfg.Clock})
+	g.enforcer = enforcer.New(enforcer.Config{Fleet: fleet.Gateways, Weight: fleet.Weight, Ask: true, Clock: cfg.Clock, StaleAfter: staleAfter})
 	policy.Enforce(g.enforcer)
 	pub, err := jetstream.NewPublisher(nc, cfg.Name, m.streams)
 	if err != nil {
