@@ -19,7 +19,7 @@ const (
 	ClockDrift    = "clock-drift"    // a gateway's clock is off, and not just by what the network hides
 	Anomaly       = "anomaly"        // a tenant asks for far more than is normal for it
 	GatewaySilent = "gateway-silent" // a gateway that was alive is not heard of: the alert about missing data
-	Degraded      = "degraded"       // a gateway throttles without the centre
+	Degraded      = "degraded"       // a gateway throttles without the centre, or a part does without something it needs
 )
 
 // names are all of them.
@@ -34,6 +34,12 @@ func dedupKey(a *schemas.Alert) string {
 		parts = append(parts, a.Rule, a.Key)
 	case Anomaly:
 		parts = append(parts, a.Tenant)
+	case Degraded:
+		if a.Part != "" {
+			parts = append(parts, "part", a.Part)
+			break
+		}
+		parts = append(parts, a.Gateway)
 	default:
 		parts = append(parts, a.Gateway)
 	}

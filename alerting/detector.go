@@ -24,7 +24,7 @@ type Config struct {
 	AnomalyFloor  float64 // requests per second that are never out of the ordinary (20)
 
 	Silent   time.Duration // a gateway is silent after so long without a sign of life (10s)
-	Degraded time.Duration // a gateway may be out of touch with the centre for so long (5s)
+	Degraded time.Duration // a gateway may be out of touch with the centre, and a part without what it needs, for so long (3s)
 
 	Hold   time.Duration // a subject has to be well for so long before its alert is resolved; doubled when it flaps (10s)
 	Forget time.Duration // a gateway silent for so long is taken to be gone for good (24h)
@@ -43,7 +43,7 @@ func (c Config) withDefaults() Config {
 	def(&c.AnomalyFactor, 4)
 	def(&c.AnomalyFloor, 20)
 	def(&c.Silent, 10*time.Second)
-	def(&c.Degraded, 5*time.Second)
+	def(&c.Degraded, 3*time.Second)
 	def(&c.Hold, 10*time.Second)
 	def(&c.Forget, 24*time.Hour)
 	def(&c.MaxTenants, 100_000)
@@ -76,6 +76,7 @@ type Detector struct {
 	m   *Metrics
 
 	gateways map[string]*gateway
+	parts    parts
 	buckets  map[bucketKey]*bucket
 	traffic  *traffic
 	past     map[string]past // by dedup key, of the last hour
@@ -96,6 +97,7 @@ func New(cfg Config, m *Metrics) *Detector {
 	cfg = cfg.withDefaults()
 	return &Detector{cfg: cfg, m: m,
 		gateways: map[string]*gateway{},
+		parts:    parts{instances: map[string]*instance{}, watches: map[string]*watch{}},
 		buckets:  map[bucketKey]*bucket{},
 		traffic:  newTraffic(cfg, m),
 		past:     map[string]past{},
@@ -172,6 +174,9 @@ func (d *Detector) subject(a *schemas.Alert) *watch {
 	case GatewaySilent:
 		return &d.gateway(a.Gateway).silent
 	case Degraded:
+		if a.Part != "" {
+			return d.parts.watch(a.Part)
+		}
 		return &d.gateway(a.Gateway).degraded
 	}
 	return nil
@@ -196,6 +201,7 @@ func (d *Detector) Tick(now time.Time) []schemas.Alert {
 		g.age(dt)
 		reporting = reporting || g.reporting(&d.cfg)
 	}
+	d.judgeParts(dt)
 	for _, g := range d.gateways {
 		d.judgeGateway(g, dt)
 	}

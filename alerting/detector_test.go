@@ -296,9 +296,9 @@ func TestB046SilenceIsNotHealth(t *testing.T) {
 	t.Run("its reports are stuck for 10 min", func(t *testing.T) {
 		w, g := low(t)
 		g.pending = 17
-		w.want(w.run(10*time.Minute, nil), "")
+		w.want(w.run(10*time.Minute, nil), "+degraded")
 		g.pending = 0
-		w.want(w.run(10*time.Minute, w.level(2, g)), "")
+		w.want(w.run(10*time.Minute, w.level(2, g)), "-degraded")
 	})
 	t.Run("the alerter itself hears nothing for 10 min", func(t *testing.T) {
 		w, g := low(t)
@@ -461,10 +461,10 @@ func TestGatewayLife(t *testing.T) {
 		g := w.gateways[0]
 		w.run(10*time.Second, nil)
 		g.mode = "stale"
-		w.want(w.run(4*time.Second, nil), "")
-		said := w.run(3*time.Second, nil)
+		w.want(w.run(3*time.Second, nil), "")
+		said := w.run(2*time.Second, nil)
 		w.want(said, "+degraded")
-		if a := said[0]; a.Gateway != "g1" || a.Threshold != 5 || a.Value < 5 || a.Summary != "gateway g1 throttles without the centre, mode stale" {
+		if a := said[0]; a.Gateway != "g1" || a.Threshold != 3 || a.Value < 3 || a.Summary != "gateway g1 throttles without the centre, mode stale" {
 			t.Errorf("said %+v", a)
 		}
 		g.mode = "isolated"

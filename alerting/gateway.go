@@ -131,7 +131,11 @@ func (d *Detector) judgeGateway(g *gateway, dt time.Duration) {
 	case g.mode != "":
 		v, g.alone = bad, g.alone+dt
 	}
-	switch g.degraded.step(v, dt, d.cfg.Degraded) {
+	raise := d.cfg.Degraded
+	if d.parts.grace > 0 {
+		raise += begun
+	}
+	switch g.degraded.step(v, dt, raise) {
 	case begins:
 		d.begin(&g.degraded, schemas.Alert{Name: Degraded, Severity: schemas.SeverityWarning, Gateway: g.name,
 			Value: g.alone.Seconds(), Threshold: d.cfg.Degraded.Seconds(),

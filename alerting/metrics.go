@@ -4,13 +4,14 @@ import "github.com/prometheus/client_golang/prometheus"
 
 // Metrics are shared by the detector, its feed and the senders of a process.
 type Metrics struct {
-	Firing     *prometheus.GaugeVec   // alert
-	Changes    *prometheus.CounterVec // alert, type (firing or resolved): stored in the stream
-	Dropped    *prometheus.CounterVec // reason: firing, buckets or tenants, the bound that was reached
-	Deliveries *prometheus.CounterVec // receiver, outcome: delivered, retried, dead or disabled
-	Lag        prometheus.Gauge       // seconds; the wiring puts weir_consumer_lag_seconds{consumer="alerting"} here
-	Degraded   prometheus.Gauge       // raised while reports are not read; the wiring puts weir_degraded{part="alerting"} here
-	Unsent     prometheus.Gauge       // raised for each receiver that takes nothing; the wiring puts weir_degraded{part="webhook"} here
+	Firing     *prometheus.GaugeVec               // alert
+	Changes    *prometheus.CounterVec             // alert, type (firing or resolved): stored in the stream
+	Dropped    *prometheus.CounterVec             // reason: firing, buckets or tenants, the bound that was reached
+	Deliveries *prometheus.CounterVec             // receiver, outcome: delivered, retried, dead or disabled
+	Lag        prometheus.Gauge                   // seconds; the wiring puts weir_consumer_lag_seconds{consumer="alerting"} here
+	Degraded   prometheus.Gauge                   // raised while reports are not read; the wiring puts weir_degraded{part="alerting"} here
+	Missing    func(part string) prometheus.Gauge // processes of a part that are not heard of; nil, or the wiring puts weir_degraded{part} here
+	Unsent     prometheus.Gauge                   // raised for each receiver that takes nothing; the wiring puts weir_degraded{part="webhook"} here
 }
 
 // NewMetrics registers the metrics with reg. Lag, Degraded and Unsent are gauges of their own until the wiring puts the

@@ -13,6 +13,7 @@ type Alert struct {
 	Rule      string    `json:"rule,omitempty"`
 	Key       string    `json:"key,omitempty"` // of the bucket under Rule
 	Gateway   string    `json:"gateway,omitempty"`
+	Part      string    `json:"part,omitempty"` // that is missing or does not work: nats, redis, clickhouse, aggregator, …
 	Summary   string    `json:"summary"`
 	Value     float64   `json:"value"`
 	Threshold float64   `json:"threshold"`

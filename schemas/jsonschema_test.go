@@ -223,7 +223,7 @@ func TestAsyncAPIHasEverySubject(t *testing.T) {
 		t.Errorf("asyncapi is %v", doc["asyncapi"])
 	}
 	want := map[string]bool{UsagePrefix + "{gateway}": true, ThrottlePrefix + "{gateway}": true, SnapshotPrefix + "{gateway}": true, HeartbeatPrefix + "{gateway}": true, StrictPrefix + "{gateway}": true,
-		ClockSubject: true, AlertPrefix + "{severity}": true, DeadPrefix + "{reason}": true,
+		HealthPrefix + "{part}": true, ClockSubject: true, AlertPrefix + "{severity}": true, DeadPrefix + "{reason}": true,
 		"$KV." + StoredBucket + "." + StoredPrefix + "{gateway}": true, "$KV." + StoredBucket + "." + FloorKey: true,
 		"$KV.weir-history.{consumer}": true, "$KV.weir-history.leader": true, "$KV.weir-policy.{key}": true, "$KV.weir-switches.{key}": true}
 	for name, c := range doc["channels"].(object) {

@@ -15,6 +15,7 @@ const (
 	ThrottlePrefix  = "weir.throttle.v1."
 	SnapshotPrefix  = "weir.snapshot.v1."
 	HeartbeatPrefix = "weir.heartbeat.v1."
+	HealthPrefix    = "weir.health.v1." // of a part that is no gateway; its name is the last token
 	StrictPrefix    = "weir.strict.v1."
 	AlertPrefix     = "weir.alert.v1."
 	DeadPrefix      = "weir.dlq.v1."

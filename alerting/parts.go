@@ -1,0 +1,181 @@
+package alerting
+
+import (
+	"time"
+
+	"github.com/weirhq/weir/schemas"
+)
+
+// What a Degraded alert can be about besides a gateway, the parts of schemas and what those do without.
+const (
+	PartNATS   = "nats"   // the alerter itself does without it
+	PartIngest = "ingest" // reports of gateways do not get into their stream
+)
+
+const (
+	// lateAfter is the silence after which a part that speaks four times a second is missing.
+	lateAfter = 750 * time.Millisecond
+	// begun is how much longer gateways may be alone once an aggregator was shut down or has just begun.
+	begun = 10 * time.Second
+	// waitsAfter without a report, a gateway that has some cannot hand them over. It may be so for waitsFor.
+	waitsAfter, waitsFor = time.Second, 2 * time.Second
+	// maxInstances bounds the processes that are followed.
+	maxInstances = 1000
+)
+
+// instance is one process of a part.
+type instance struct {
+	part    string
+	without []string
+	fresh   bool          // heard since the last look
+	silence time.Duration // at the last look
+}
+
+// parts is what is known of all that is no gateway.
+type parts struct {
+	instances map[string]*instance // by boot
+	watches   map[string]*watch    // by what is missing
+	grace     time.Duration        // in which gateways may be alone: a centre comes or has said goodbye
+}
+
+// Health takes in a sign of life that has just come.
+func (d *Detector) Health(h *schemas.Health) {
+	p := &d.parts
+	in := p.instances[h.Boot]
+	if h.Part == schemas.PartAggregator && (h.Stopped || in == nil) {
+		p.grace = begun
+	}
+	switch {
+	case h.Stopped:
+		delete(p.instances, h.Boot)
+		return
+	case in == nil && len(p.instances) >= maxInstances:
+		return
+	case in == nil:
+		p.replace(h.Part)
+		in = &instance{part: h.Part}
+		p.instances[h.Boot] = in
+	}
+	in.fresh, in.without = true, h.Without
+}
+
+// replace forgets the one that is missing for longest, in whose place another has begun.
+func (p *parts) replace(part string) {
+	longest, silence := "", lateAfter
+	for boot, in := range p.instances {
+		if in.part == part && !in.fresh && in.silence >= silence {
+			longest, silence = boot, in.silence
+		}
+	}
+	delete(p.instances, longest)
+}
+
+// watch is the state of the alert about a part, made when missing.
+func (p *parts) watch(name string) *watch {
+	w := p.watches[name]
+	if w == nil {
+		w = &watch{}
+		p.watches[name] = w
+	}
+	return w
+}
+
+// age lets time pass.
+func (p *parts) age(dt, forget time.Duration) {
+	p.grace = max(p.grace-dt, 0)
+	for boot, in := range p.instances {
+		if in.silence += dt; in.fresh {
+			in.silence, in.fresh = 0, false
+		}
+		if in.silence >= forget {
+			delete(p.instances, boot)
+		}
+	}
+}
+
+// judgeParts is where alerts about parts change.
+func (d *Detector) judgeParts(dt time.Duration) {
+	p := &d.parts
+	p.age(dt, d.cfg.Forget)
+	live, missing, without := map[string]int{}, map[string]int{}, map[string]bool{}
+	for _, in := range p.instances {
+		if in.silence >= lateAfter {
+			missing[in.part]++
+			continue
+		}
+		live[in.part]++
+		for _, name := range in.without {
+			without[name] = true
+			p.watch(name)
+		}
+	}
+	for _, part := range []string{schemas.PartAggregator, schemas.PartAlerter} {
+		if missing[part] > 0 {
+			p.watch(part)
+		}
+		if d.m.Missing != nil {
+			d.m.Missing(part).Set(float64(missing[part]))
+		}
+	}
+	waits, unsure := d.waiting()
+	if waits != "" {
+		p.watch(PartIngest)
+	}
+	for name, w := range p.watches {
+		v, raise, severity, summary := good, d.cfg.Degraded, schemas.SeverityWarning, ""
+		switch name {
+		case PartNATS: // who looks here has it
+		case PartIngest:
+			raise, severity, summary = waitsFor, schemas.SeverityCritical, "reports of gateway "+waits+" do not get into the stream: they wait there"
+			switch {
+			case waits != "":
+				v = bad
+			case unsure:
+				v = unknown
+			}
+		case schemas.PartAggregator, schemas.PartAlerter:
+			summary = "one " + name + " is not heard of, and there is another"
+			if live[name] == 0 {
+				severity, summary = schemas.SeverityCritical, "no "+name+" is heard of"
+			}
+			switch {
+			case missing[name] > 0:
+				v = bad
+			case live[name] == 0:
+				v = unknown
+			}
+		default: // what the aggregator needs
+			summary = "the aggregator does without " + name
+			switch {
+			case without[name]:
+				v = bad
+			case live[schemas.PartAggregator] == 0:
+				v = unknown
+			}
+		}
+		switch w.step(v, dt, raise) {
+		case begins:
+			d.begin(w, schemas.Alert{Name: Degraded, Severity: severity, Part: name, Value: raise.Seconds(), Threshold: raise.Seconds(), Summary: summary})
+		case ends:
+			d.resolve(w, 0, "%s is there again", name)
+		}
+		if w.idle() && v != bad {
+			delete(p.watches, name)
+		}
+	}
+}
+
+// waiting names a gateway that has reports and cannot hand them over, "" when there is none, and says whether one that is not
+// heard of had some.
+func (d *Detector) waiting() (first string, unsure bool) {
+	for _, g := range d.gateways {
+		switch {
+		case !g.beats || g.gone || g.pending == 0 || g.quiet < waitsAfter:
+		case g.silence >= d.cfg.Silent:
+			unsure = true
+		case first == "" || g.name < first:
+			first = g.name
+		}
+	}
+	return first, unsure
+}
