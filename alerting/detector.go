@@ -108,17 +108,23 @@ func New(cfg Config, m *Metrics) *Detector {
 // Observe takes in a report that the stream stored at arrived. A report that was seen before changes nothing.
 func (d *Detector) Observe(r *schemas.Report, arrived time.Time) {
 	g := d.gateway(r.Gateway)
-	if r.Boot == g.boot && r.Seq <= g.seq {
+	if r.Boot == g.boot && r.Seq <= g.seq || r.Seq <= g.past[r.Boot] {
 		return
 	}
-	d.alive(g, r.Boot)
-	g.seq, g.quiet = r.Seq, 0
+	left := g.left(r, &d.cfg)
+	if left {
+		g.remember(r.Boot, r.Seq)
+	} else {
+		d.alive(g, r.Boot)
+		g.seq = r.Seq
+	}
+	g.quiet = 0
 	at, late := arrived.Add(d.shift), g.late(r.SealedAt, arrived)
 	for i := range r.Usage {
 		u := &r.Usage[i]
 		d.traffic.add(u, g, at, late, spanOf(r, u))
 	}
-	if g.gone { // its last words are counted, but it holds no tokens any more
+	if g.gone || left { // its last words are counted, but it holds no tokens any more
 		return
 	}
 	for i := range r.Tokens {

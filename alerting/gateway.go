@@ -21,13 +21,16 @@ const (
 	driftHeartbeats = 2
 	// lagWindow is how long reports have to come at the pace of their sealing before their delay is taken for the usual one.
 	lagWindow = 10 * time.Second
+	// lagReports is how many of them there have to be: between a few, reports may have been kept back.
+	lagReports = 5
 )
 
 // gateway is what is known of one gateway.
 type gateway struct {
 	name string
 	boot string
-	seq  uint64 // of the last report of boot
+	seq  uint64            // of the last report of boot
+	past map[string]uint64 // likewise, of boots before: what one of them left behind comes late
 
 	beats   bool // it sends heartbeats
 	gone    bool // stopped, or forgotten
@@ -60,11 +63,41 @@ func (d *Detector) gateway(name string) *gateway {
 func (d *Detector) alive(g *gateway, boot string) {
 	if boot != g.boot {
 		d.dropParts(g)
-		g.boot, g.seq, g.gone, g.retired, g.lag = boot, 0, false, false, lag{}
+		if g.boot != "" {
+			g.remember(g.boot, g.seq)
+		}
+		g.boot, g.seq, g.gone, g.retired = boot, g.past[boot], false, false
+		delete(g.past, boot)
 	}
 	if !g.gone {
 		g.silence = 0
 	}
+}
+
+// maxPast bounds the boots that are remembered of a gateway.
+const maxPast = 16
+
+// remember notes the last report of a boot that is over.
+func (g *gateway) remember(boot string, seq uint64) {
+	if _, known := g.past[boot]; !known && len(g.past) >= maxPast {
+		for any := range g.past {
+			delete(g.past, any)
+			break
+		}
+	}
+	if g.past == nil {
+		g.past = map[string]uint64{}
+	}
+	g.past[boot] = seq
+}
+
+// left says whether r is of a boot before the one that is alive: a gateway delivers what its predecessor could not.
+func (g *gateway) left(r *schemas.Report, cfg *Config) bool {
+	if r.Boot == g.boot {
+		return false
+	}
+	_, known := g.past[r.Boot]
+	return known || g.beats && !g.gone && g.silence < cfg.Silent
 }
 
 func (g *gateway) heartbeat(h *schemas.Heartbeat, cfg *Config) {
@@ -196,9 +229,11 @@ func (d *Detector) dropParts(g *gateway) {
 
 // lag measures how much later than usual a gateway's reports come, without trusting any clock: arrival less sealing is the
 // difference of two clocks plus the delay. Reports that were kept back come faster than they were sealed, until they have
-// caught up. Where that difference grew and stays, a clock was set, and it is the usual one from then on.
+// caught up. Where that difference is large and stays, a clock is off, and it is the usual one from then on. A gateway's boots
+// have one lag: what a predecessor left behind is as late as it is.
 type lag struct {
 	usual time.Duration
+	n     int           // reports in this window
 	since time.Time     // of this window
 	first time.Duration // of this window
 	least time.Duration // in this window
@@ -214,13 +249,14 @@ func (g *gateway) late(sealed, arrived time.Time) time.Duration {
 	took, l := arrived.Sub(sealed), &g.lag
 	switch {
 	case !l.known:
-		*l = lag{usual: took, since: arrived, first: took, least: took, known: true}
+		*l = lag{usual: min(took, time.Second), since: arrived, first: took, least: took, known: true}
 	case arrived.Sub(l.since).Abs() > lagWindow:
-		if l.least > l.first-time.Second {
+		if l.n >= lagReports && l.least > l.first-time.Second {
 			l.usual = l.least
 		}
-		l.since, l.first, l.least = arrived, took, took
+		l.since, l.first, l.least, l.n = arrived, took, took, 0
 	}
+	l.n++
 	l.least, l.usual = min(l.least, took), min(l.usual, took)
 	if d := took - l.usual; d > time.Second {
 		return d
