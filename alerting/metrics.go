@@ -7,7 +7,7 @@ type Metrics struct {
 	Firing     *prometheus.GaugeVec               // alert
 	Changes    *prometheus.CounterVec             // alert, type (firing or resolved): stored in the stream
 	Dropped    *prometheus.CounterVec             // reason: firing, buckets or tenants, the bound that was reached
-	Deliveries *prometheus.CounterVec             // receiver, outcome: delivered, retried, dead or disabled
+	Deliveries *prometheus.CounterVec             // receiver, outcome: delivered, retried, dead, disabled or direct (past a stream that did not take it)
 	Lag        prometheus.Gauge                   // seconds; the wiring puts weir_consumer_lag_seconds{consumer="alerting"} here
 	Degraded   prometheus.Gauge                   // raised while reports are not read; the wiring puts weir_degraded{part="alerting"} here
 	Missing    func(part string) prometheus.Gauge // processes of a part that are not heard of; nil, or the wiring puts weir_degraded{part} here

@@ -179,3 +179,12 @@ func (d *Detector) waiting() (first string, unsure bool) {
 	}
 	return first, unsure
 }
+
+// Away is the alert about a NATS that the alerter has done without since then, and may for so long.
+func Away(since time.Time, after time.Duration) *schemas.Alert {
+	a := &schemas.Alert{Type: schemas.AlertFiring, Name: Degraded, Severity: schemas.SeverityCritical, Part: PartNATS,
+		Value: after.Seconds(), Threshold: after.Seconds(), StartsAt: since.UTC().Truncate(time.Millisecond),
+		Summary: "NATS does not answer the alerter: gateways may be throttling alone, and reports wait"}
+	a.DedupKey = dedupKey(a)
+	return a
+}

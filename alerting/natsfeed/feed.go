@@ -7,6 +7,8 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"strings"
+	"sync"
 	"time"
 
 	"github.com/nats-io/nats.go"
@@ -25,6 +27,7 @@ type Config struct {
 	Poll     time.Duration // between looks at the stream's clock and end (2s)
 	Timeout  time.Duration // of a request to the server (2s)
 	Retry    time.Duration // before reading is tried again (1s)
+	Away     time.Duration // NATS may be away for so long until that is an alert (3s)
 }
 
 func (c Config) withDefaults() Config {
@@ -33,7 +36,7 @@ func (c Config) withDefaults() Config {
 		value time.Duration
 	}{
 		{&c.Tick, 200 * time.Millisecond}, {&c.ReadBack, 3 * time.Minute}, {&c.Poll, 2 * time.Second},
-		{&c.Timeout, 2 * time.Second}, {&c.Retry, time.Second},
+		{&c.Timeout, 2 * time.Second}, {&c.Retry, time.Second}, {&c.Away, 3 * time.Second},
 	} {
 		if *d.field == 0 {
 			*d.field = d.value
@@ -60,6 +63,8 @@ type Feed struct {
 	js     jetstream.JetStream
 	det    *alerting.Detector
 	outbox *outbox
+	direct *courier
+	nats   *absence
 	log    *slog.Logger
 	m      *alerting.Metrics
 
@@ -82,18 +87,36 @@ func New(cfg Config, nc *nats.Conn, js jetstream.JetStream, det *alerting.Detect
 		m = alerting.NewMetrics(prometheus.NewRegistry())
 	}
 	cfg = cfg.withDefaults()
-	return &Feed{cfg: cfg, nc: nc, js: js, det: det, log: log, m: m,
-		outbox: &outbox{js: js, det: det, timeout: cfg.Timeout, log: log, m: m, firing: map[string]schemas.Alert{}}}
+	direct := &courier{log: log, wake: make(chan struct{}, 1)}
+	return &Feed{cfg: cfg, nc: nc, js: js, det: det, log: log, m: m, direct: direct, nats: newAbsence(nc, cfg.Away, direct.send, log),
+		outbox: &outbox{js: js, det: det, direct: direct, timeout: cfg.Timeout, log: log, m: m, firing: map[string]schemas.Alert{}}}
+}
+
+// Direct names the receiver of the alerts that the stream does not take, and of the one about NATS itself: they go there under
+// the id that they are stored with later, and the Sender of that name passes them over then. It is to be called before Run.
+func (f *Feed) Direct(name string, to alerting.Receiver) {
+	f.direct.name, f.direct.to = name, to
+	f.direct.sent = f.m.Deliveries.WithLabelValues(name, direct)
 }
 
 // Run feeds the detector until ctx is done, whether the server is there or not.
 func (f *Feed) Run(ctx context.Context) error {
 	heartbeats := make(chan *nats.Msg, backlog)
-	sub, err := f.nc.ChanSubscribe(schemas.HeartbeatPrefix+"*", heartbeats)
-	if err != nil {
-		return fmt.Errorf("alerting: subscribe to heartbeats: %w", err)
+	for _, prefix := range []string{schemas.HeartbeatPrefix, schemas.HealthPrefix} {
+		sub, err := f.nc.ChanSubscribe(prefix+"*", heartbeats)
+		if err != nil {
+			return fmt.Errorf("alerting: subscribe to %s*: %w", prefix, err)
+		}
+		defer func() { _ = sub.Unsubscribe() }() // fails only when the connection is closed, which ends it too
 	}
-	defer func() { _ = sub.Unsubscribe() }() // fails only when the connection is closed, which ends it too
+	ctx, cancel := context.WithCancel(ctx)
+	var beside sync.WaitGroup
+	defer beside.Wait()
+	defer cancel()
+	beside.Go(func() { f.nats.run(ctx) })
+	if f.direct.to != nil {
+		beside.Go(func() { f.direct.run(ctx) })
+	}
 	defer f.close()
 	for {
 		err := f.session(ctx, heartbeats)
@@ -169,11 +192,7 @@ func (f *Feed) session(ctx context.Context, heartbeats <-chan *nats.Msg) error {
 		case err := <-broken:
 			return err
 		case msg := <-heartbeats:
-			if h, err := schemas.DecodeHeartbeat(msg.Subject, msg.Data); err != nil {
-				f.log.Debug("heartbeat ignored", "subject", msg.Subject, "err", err)
-			} else {
-				f.det.Heartbeat(h)
-			}
+			f.hear(msg)
 		case msg := <-reports:
 			progress = time.Now()
 			f.observe(msg)
@@ -191,9 +210,36 @@ func (f *Feed) session(ctx context.Context, heartbeats <-chan *nats.Msg) error {
 			if f.seq < f.target && time.Since(progress) > stalledAfter {
 				return fmt.Errorf("read %s: nothing came for %s", schemas.UsageStream, stalledAfter)
 			}
+			for waiting := true; waiting; { // who has spoken is not silent, however long the last look took
+				select {
+				case msg := <-heartbeats:
+					f.hear(msg)
+				default:
+					waiting = false
+				}
+			}
 			f.judge(ctx)
 		}
 	}
+}
+
+// hear takes in a sign of life.
+func (f *Feed) hear(msg *nats.Msg) {
+	if strings.HasPrefix(msg.Subject, schemas.HealthPrefix) {
+		h, err := schemas.DecodeHealth(msg.Subject, msg.Data)
+		if err != nil {
+			f.log.Debug("health ignored", "subject", msg.Subject, "err", err)
+			return
+		}
+		f.det.Health(h)
+		return
+	}
+	h, err := schemas.DecodeHeartbeat(msg.Subject, msg.Data)
+	if err != nil {
+		f.log.Debug("heartbeat ignored", "subject", msg.Subject, "err", err)
+		return
+	}
+	f.det.Heartbeat(h)
 }
 
 // open starts reading the reports: at the start from a while ago, then after the last one read.
@@ -310,8 +356,13 @@ func (f *Feed) judge(ctx context.Context) {
 		}
 	}
 	f.m.Lag.Set(lag)
-	if why == "" && len(f.outbox.pending) == 0 {
-		f.outbox.pending = f.det.Tick(now)
+	if why == "" {
+		if a := f.nats.over(); a != nil {
+			f.outbox.add(a)
+		}
+		if f.outbox.free() {
+			f.outbox.pending = append(f.outbox.pending, f.det.Tick(now)...)
+		}
 	}
 	if err := f.outbox.flush(ctx); err != nil && why == "" {
 		why = err.Error()

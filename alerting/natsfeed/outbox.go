@@ -22,6 +22,7 @@ import (
 type outbox struct {
 	js      jetstream.JetStream
 	det     *alerting.Detector
+	direct  *courier
 	timeout time.Duration
 	log     *slog.Logger
 	m       *alerting.Metrics
@@ -29,6 +30,26 @@ type outbox struct {
 	seq     uint64                   // of the last message known
 	firing  map[string]schemas.Alert // as the stream has it, by dedup key
 	pending []schemas.Alert          // to be stored, in order
+	failing time.Time                // since when the stream takes nothing; zero while it does
+	tried   time.Time                // and when that was last tried
+}
+
+// storeTimeout bounds one attempt to store an alert, and is the pause after one that failed: on-call waits for it.
+const storeTimeout = time.Second
+
+// add makes an alert pending that the detector does not know, unless another alerter has stored it meanwhile.
+func (o *outbox) add(a *schemas.Alert) {
+	if _, fires := o.det.Firing(a); fires {
+		o.direct.leave(a)
+		return
+	}
+	o.det.Learn(a)
+	o.pending = append(o.pending, *a)
+}
+
+// free reports whether there may be more that is pending: what the stream does not take goes past it.
+func (o *outbox) free() bool {
+	return len(o.pending) == 0 || o.direct.to != nil && len(o.pending) < maxLetters
 }
 
 // learn reads what others stored since, or everything at the start.
@@ -121,13 +142,28 @@ func (o *outbox) lowSince() (since time.Time, ok bool) {
 }
 
 // flush stores what is pending, in order. What it could not store stays.
-func (o *outbox) flush(ctx context.Context) error {
+func (o *outbox) flush(ctx context.Context) (err error) {
 	for len(o.pending) > 0 {
-		if err := o.store(ctx, &o.pending[0]); err != nil {
-			return err
+		if !o.failing.IsZero() && time.Since(o.tried) < storeTimeout {
+			err = errors.New("the stream of alerts takes nothing")
+			break
+		}
+		began := time.Now()
+		if err = o.store(ctx, &o.pending[0]); err != nil {
+			o.tried = time.Now()
+			if o.failing.IsZero() {
+				o.failing = began
+			}
+			break
+		}
+		o.failing = time.Time{}
+	}
+	if err != nil && time.Since(o.failing) >= unstoredFor {
+		for i := range o.pending {
+			o.direct.send(&o.pending[i])
 		}
 	}
-	return nil
+	return err
 }
 
 // store stores a, the first one pending, or learns that it is stored.
@@ -136,9 +172,12 @@ func (o *outbox) store(ctx context.Context, a *schemas.Alert) error {
 	if err != nil {
 		return fmt.Errorf("store alert %s: %w", a.DedupKey, err)
 	}
-	ctx, cancel := context.WithTimeout(ctx, o.timeout)
+	ctx, cancel := context.WithTimeout(ctx, min(o.timeout, storeTimeout))
 	defer cancel()
 	msg := &nats.Msg{Subject: schemas.AlertPrefix + a.Severity, Data: body, Header: nats.Header{"Content-Type": {schemas.ContentJSON}}}
+	if o.direct.has(a) {
+		msg.Header.Set(headerSent, o.direct.name)
+	}
 	ack, err := o.js.PublishMsg(ctx, msg, jetstream.WithMsgID(alerting.MessageID(a)), jetstream.WithExpectLastSequence(o.seq))
 	switch {
 	case isWrongSequence(err):
@@ -148,6 +187,7 @@ func (o *outbox) store(ctx context.Context, a *schemas.Alert) error {
 	}
 	o.seq = ack.Sequence
 	o.note(a)
+	o.direct.leave(a)
 	kind := strings.TrimPrefix(a.Type, "weir.alert.")
 	o.m.Changes.WithLabelValues(a.Name, kind).Inc()
 	level := slog.LevelWarn

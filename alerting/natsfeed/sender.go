@@ -8,6 +8,7 @@ import (
 	"log/slog"
 	"math/rand/v2"
 	"strconv"
+	"sync"
 	"time"
 
 	"github.com/nats-io/nats.go"
@@ -30,8 +31,10 @@ type SenderConfig struct {
 const (
 	// sendTimeout bounds one attempt; a Receiver has its own, shorter one.
 	sendTimeout = 20 * time.Second
-	// ackWait is longer than an attempt, so that nobody else begins one meanwhile.
-	ackWait = 30 * time.Second
+	// ackWait is how long a process may be silent about an alert before another takes it. One that is at it says so meanwhile.
+	ackWait = 2 * time.Second
+	// answerWait bounds how long an answer of the server is waited for.
+	answerWait = 30 * time.Second
 	// reopenAfter is the pause before a consumer that broke is looked for again.
 	reopenAfter = time.Second
 
@@ -55,6 +58,7 @@ const (
 	retried   = "retried"
 	dead      = "dead"
 	disabled  = "disabled"
+	direct    = "direct" // past the stream, which did not take it
 )
 
 // Sender takes alerts from their stream to one receiver, one at a time and in their order. An alert is acknowledged when
@@ -82,7 +86,7 @@ func NewSender(cfg SenderConfig, js jetstream.JetStream, to alerting.Receiver, l
 	cfg.RetryMin = cmp.Or(cfg.RetryMin, time.Second)
 	cfg.RetryMax = cmp.Or(cfg.RetryMax, 30*time.Second)
 	cfg.GiveUp = cmp.Or(cfg.GiveUp, 24*time.Hour)
-	for _, outcome := range []string{delivered, retried, dead, disabled} {
+	for _, outcome := range []string{delivered, retried, dead, disabled, direct} {
 		m.Deliveries.WithLabelValues(cfg.Name, outcome)
 	}
 	return &Sender{cfg: cfg, js: js, to: to, log: log.With("receiver", cfg.Name), m: m}
@@ -144,6 +148,11 @@ func (s *Sender) session(ctx context.Context) error {
 // open finds the receiver's consumer, or makes it where deliveries ended.
 func (s *Sender) open(ctx context.Context) (jetstream.Consumer, error) {
 	cons, err := s.js.Consumer(ctx, schemas.AlertsStream, s.cfg.Name)
+	if err == nil && cons.CachedInfo().Config.AckWait != ackWait { // made by an older weir
+		cfg := cons.CachedInfo().Config
+		cfg.AckWait = ackWait
+		return s.js.UpdateConsumer(ctx, schemas.AlertsStream, cfg)
+	}
 	if !errors.Is(err, jetstream.ErrConsumerNotFound) {
 		return cons, err
 	}
@@ -182,9 +191,10 @@ func (s *Sender) deliver(ctx context.Context, msg jetstream.Msg) error {
 	if err != nil {
 		return s.bury(ctx, msg, meta, "malformed", err)
 	}
-	attempt, cancel := context.WithTimeout(ctx, sendTimeout)
-	err = s.to.Send(attempt, id, msg.Data())
-	cancel()
+	if msg.Headers().Get(headerSent) == s.cfg.Name { // when the stream did not take it
+		return s.ack(ctx, msg, seq)
+	}
+	err = s.attempt(ctx, id, msg)
 	if err == nil {
 		s.m.Deliveries.WithLabelValues(s.cfg.Name, delivered).Inc()
 		s.log.Debug("alert delivered", "id", id, "seq", seq, "attempt", meta.NumDelivered)
@@ -222,6 +232,27 @@ func (s *Sender) deliver(ctx context.Context, msg jetstream.Msg) error {
 	return nil
 }
 
+// attempt sends msg once, and tells the server meanwhile that somebody is at it.
+func (s *Sender) attempt(ctx context.Context, id string, msg jetstream.Msg) error {
+	ctx, cancel := context.WithTimeout(ctx, sendTimeout)
+	var telling sync.WaitGroup
+	defer telling.Wait()
+	defer cancel()
+	telling.Go(func() {
+		tick := time.NewTicker(ackWait / 4)
+		defer tick.Stop()
+		for {
+			select {
+			case <-ctx.Done():
+				return
+			case <-tick.C:
+				_ = msg.InProgress() // what is lost comes again, under the same id
+			}
+		}
+	})
+	return s.to.Send(ctx, id, msg.Data())
+}
+
 // backoff is the wait before attempt n+1: twice the one before, and up to a fifth more at random, so that each is longer than
 // the last; not before the receiver asked for it.
 func (s *Sender) backoff(n uint64, after time.Duration) time.Duration {
@@ -246,7 +277,7 @@ func idOf(msg jetstream.Msg) (string, error) {
 
 func (s *Sender) ack(ctx context.Context, msg jetstream.Msg, seq uint64) error {
 	s.last = seq
-	ctx, cancel := context.WithTimeout(ctx, ackWait)
+	ctx, cancel := context.WithTimeout(ctx, answerWait)
 	defer cancel()
 	if err := msg.DoubleAck(ctx); err != nil {
 		return fmt.Errorf("acknowledge alert %d: %w", seq, err)
@@ -260,7 +291,7 @@ func (s *Sender) bury(ctx context.Context, msg jetstream.Msg, meta *jetstream.Ms
 	letter := &nats.Msg{Subject: deadSubject, Data: msg.Data(), Header: nats.Header{
 		headerReason: {reason}, headerDetail: {cause.Error()}, headerSubject: {msg.Subject()}, headerStream: {schemas.AlertsStream},
 		headerSequence: {strconv.FormatUint(seq, 10)}, headerArrived: {meta.Timestamp.UTC().Format(time.RFC3339Nano)}, headerReceiver: {s.cfg.Name}}}
-	ctx, cancel := context.WithTimeout(ctx, ackWait)
+	ctx, cancel := context.WithTimeout(ctx, answerWait)
 	defer cancel()
 	id := fmt.Sprintf("%s-%s-%d-%d", schemas.AlertsStream, s.cfg.Name, seq, meta.Timestamp.UnixNano())
 	if _, err := s.js.PublishMsg(ctx, letter, jetstream.WithMsgID(id)); err != nil {
