@@ -6,9 +6,11 @@ import (
 	"net/url"
 	"os"
 	"strings"
+	"time"
 
 	"github.com/spf13/cobra"
 
+	"github.com/weirhq/weir/alerting"
 	"github.com/weirhq/weir/cmd/internal/app"
 	"github.com/weirhq/weir/internal/conf"
 	"github.com/weirhq/weir/internal/obs"
@@ -180,11 +182,13 @@ func aggregatorCommand() *cobra.Command {
 func alerterCommand() *cobra.Command {
 	var s servers
 	var hook, metricsAddr, level string
+	var hold time.Duration
 	cmd := &cobra.Command{
 		Use:   "alerter",
 		Short: "Watch usage and heartbeats, and wake on-call by a signed webhook",
 		Long: `The alerter reads usage reports and heartbeats from NATS. What it decides is a message in a stream before it is sent, so that a
-crash loses nothing; a receiver that fails is tried again with the same webhook-id. Without a webhook, alerts are stored and logged.`,
+crash loses nothing; a receiver that fails is tried again with the same webhook-id. With a webhook it starts without NATS too, and
+tells on-call that NATS is away. Without a webhook, alerts are stored and logged.`,
 		Example: "  WEIR_WEBHOOK_SECRET_FILE=secret weir alerter --webhook https://oncall.example/weir",
 		Args:    noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
@@ -199,17 +203,18 @@ crash loses nothing; a receiver that fails is tried again with the same webhook-
 			if err != nil {
 				return err
 			}
-			nc, err := app.Connect(cmd.Context(), s.nats, "alerter", true, p.metrics, &p.stack, p.log)
+			nc, err := app.Connect(cmd.Context(), s.nats, "alerter", hook == "", p.metrics, &p.stack, p.log)
 			if err != nil {
 				return p.fail(err)
 			}
-			a, err := app.NewAlerter(cmd.Context(), app.AlerterConfig{Webhook: conf.Secret(hook), Secret: secret}, nc, p.metrics, &p.stack, p.log)
+			a, err := app.NewAlerter(cmd.Context(), app.AlerterConfig{Webhook: conf.Secret(hook), Secret: secret, Detector: alerting.Config{Hold: hold}}, nc, p.metrics, &p.stack, p.log)
 			if err != nil {
 				return p.fail(err)
 			}
 			return p.serve(metricsAddr, obs.Check{Name: "streams", Ready: a.Ready})
 		},
 	}
+	cmd.Flags().DurationVar(&hold, "hold", 10*time.Second, "a subject has to be well for so long before its alert is resolved; twice as long each time it comes back within an hour")
 	bind(cmd, map[string]*string{"nats": &s.nats, "data": &s.data, "webhook": &hook, "metrics-addr": &metricsAddr, "log-level": &level})
 	return cmd
 }

@@ -231,7 +231,7 @@ func watchAlerts(nc *nats.Conn) (func() []string, error) {
 			delete(firing, a.DedupKey)
 			return
 		}
-		firing[a.DedupKey] = fmt.Sprintf("%s(%s)", a.Name, cmp.Or(a.Tenant, a.Rule, a.Gateway))
+		firing[a.DedupKey] = fmt.Sprintf("%s(%s)", a.Name, cmp.Or(a.Tenant, a.Rule, a.Gateway, a.Part))
 	})
 	if err != nil {
 		return nil, fmt.Errorf("follow alerts: %w", err)

@@ -12,6 +12,7 @@ import (
 	"net/http/pprof"
 	"runtime"
 	"runtime/debug"
+	"slices"
 	"sort"
 	"strings"
 	"time"
@@ -56,6 +57,7 @@ func legible(_ []string, a slog.Attr) slog.Attr {
 type Shared struct {
 	units    *prometheus.CounterVec
 	degraded *prometheus.GaugeVec
+	alone    *prometheus.Registry // of degraded, to be read
 	policy   prometheus.Gauge
 	reloadOK prometheus.Gauge
 }
@@ -75,6 +77,8 @@ func Registry() (*prometheus.Registry, *Shared) {
 	}
 	info := prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: "weir_build_info", Help: "Always 1.",
 		ConstLabels: prometheus.Labels{"version": Version(), "go": runtime.Version()}}, func() float64 { return 1 })
+	s.alone = prometheus.NewRegistry()
+	s.alone.MustRegister(s.degraded)
 	reg.MustRegister(s.units, s.degraded, s.policy, s.reloadOK, info,
 		collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	return reg, s
@@ -85,6 +89,22 @@ func (s *Shared) Units(stage string) prometheus.Counter { return s.units.WithLab
 
 // Degraded is the gauge of one part; it is raised on entering degradation and lowered on leaving it.
 func (s *Shared) Degraded(part string) prometheus.Gauge { return s.degraded.WithLabelValues(part) }
+
+// Raised are those of parts that are degraded now.
+func (s *Shared) Raised(parts ...string) (raised []string) {
+	families, err := s.alone.Gather()
+	if err != nil {
+		panic("obs: weir_degraded cannot be gathered: " + err.Error()) // it is one vector of gauges
+	}
+	for _, f := range families {
+		for _, m := range f.GetMetric() {
+			if part := m.GetLabel()[0].GetValue(); m.GetGauge().GetValue() > 0 && slices.Contains(parts, part) {
+				raised = append(raised, part)
+			}
+		}
+	}
+	return raised
+}
 
 // Policy is told which policy is in force, and whether the newest one on disk was taken.
 func (s *Shared) Policy(version uint64, ok bool) {

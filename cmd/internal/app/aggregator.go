@@ -68,6 +68,7 @@ func NewAggregator(ctx context.Context, s Servers, nc *nats.Conn, m *Metrics, st
 	}
 	recorder := clickhouse.NewRecorder(clickhouse.RecorderConfig{}, store, m.store, log)
 
+	stack.Go("health", func(ctx context.Context) error { return sayHealth(ctx, schemas.PartAggregator, nc, m.without, log) })
 	marks, err := jetstream.NewMarks(nc, declare, log)
 	if err != nil {
 		return nil, err

@@ -51,5 +51,6 @@ func NewMetrics() *Metrics {
 	m.spool.Degraded = shared.Degraded("spool")
 	m.feed.Degraded, m.aggregator.Degraded, m.store.Degraded = shared.Degraded("centre"), shared.Degraded("redis"), shared.Degraded("clickhouse")
 	m.alerting.Degraded, m.alerting.Unsent, m.alerting.Lag = shared.Degraded("alerting"), shared.Degraded("webhook"), m.streams.Lag.WithLabelValues("alerting")
+	m.alerting.Missing = shared.Degraded
 	return m
 }
