@@ -266,6 +266,36 @@ func (o *oncall) find(typ, name, tenant string) (schemas.Alert, time.Time, bool)
 	return schemas.Alert{}, time.Time{}, false
 }
 
+// since returns when the first alert with that dedup key began to fire after then.
+func (o *oncall) since(key string, then time.Time) (time.Time, bool) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	for i, a := range o.alerts {
+		if a.Type == schemas.AlertFiring && a.DedupKey == key && o.at[i].After(then) {
+			return o.at[i], true
+		}
+	}
+	return time.Time{}, false
+}
+
+// open are the dedup keys of that name that fire and are not resolved.
+func (o *oncall) open(name string) (keys []string) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	fires := map[string]bool{}
+	for _, a := range o.alerts {
+		if a.Name == name {
+			fires[a.DedupKey] = a.Type == schemas.AlertFiring
+		}
+	}
+	for key, f := range fires {
+		if f {
+			keys = append(keys, key)
+		}
+	}
+	return keys
+}
+
 // accessLog is a real web server's log where there is one beside the repository, else one of the same size and shape.
 func accessLog(t testing.TB) (file string, requests int) {
 	t.Helper()

@@ -12,38 +12,41 @@ import (
 	"testing"
 	"time"
 
+	"github.com/weirhq/weir/alerting"
 	"github.com/weirhq/weir/cmd/internal/rig"
 	"github.com/weirhq/weir/internal/faultproxy"
-	"github.com/weirhq/weir/schemas"
 )
 
 // outages is the matrix, by part.
 var outages = []struct {
 	part string
-	// degraded are the series that show the outage, and on which process; none where nobody but the part itself could.
+	// degraded are the series that show the outage, and on which process.
 	on       string
 	degraded []string
-	alert    string                      // that on-call gets, "" where there is none
-	slow     map[string][2]time.Duration // replies of these links are late
-	disk     bool                        // it writes to one
+	slow     map[string]int    // replies of these links are late, in ms
+	disk     bool              // it writes to one
+	alerts   map[string]string // dedup keys by cell, where they are not that of the part; "" where nobody can know
 }{
-	{part: rig.NATS, on: rig.GatewayName(1), degraded: []string{"nats", "ingest", "centre"}, disk: true,
-		slow: map[string][2]time.Duration{rig.Link(rig.GatewayName(1), rig.NATS): late(300), rig.Link(rig.GatewayName(2), rig.NATS): late(300), rig.Link(rig.Aggregator, rig.NATS): late(100)}},
+	{part: rig.NATS, on: rig.GatewayName(1), degraded: []string{"nats", "ingest", "centre"}, disk: true, alerts: map[string]string{"very slow": "degraded/part/ingest", "full disk": "degraded/part/ingest"},
+		slow: map[string]int{rig.Link(rig.GatewayName(1), rig.NATS): 300, rig.Link(rig.GatewayName(2), rig.NATS): 300, rig.Link(rig.Aggregator, rig.NATS): 100}},
 	{part: rig.Redis, on: rig.Aggregator, degraded: []string{"redis"}, disk: true,
-		slow: map[string][2]time.Duration{rig.Link(rig.Aggregator, rig.Redis): late(200)}},
-	{part: rig.ClickHouse, on: rig.Aggregator, degraded: []string{"clickhouse", "consumer"}, disk: true,
-		slow: map[string][2]time.Duration{rig.Link(rig.Aggregator, rig.ClickHouse): late(300)}},
-	{part: rig.Aggregator, on: rig.GatewayName(1), degraded: []string{"centre"}, alert: "degraded"},
-	{part: rig.Alerter},
+		slow: map[string]int{rig.Link(rig.Aggregator, rig.Redis): 200}},
+	{part: rig.ClickHouse, on: rig.Aggregator, degraded: []string{"clickhouse"}, disk: true,
+		slow: map[string]int{rig.Link(rig.Aggregator, rig.ClickHouse): 300}},
+	{part: rig.Aggregator, on: rig.GatewayName(1), degraded: []string{"centre"}, alerts: map[string]string{"down at start": "degraded/" + rig.GatewayName(1)}},
+	{part: rig.Alerter, on: rig.Standby, degraded: []string{"alerter"}, alerts: map[string]string{"down at start": ""}}, // the other one never knew of it
 }
 
-func late(ms int) [2]time.Duration {
-	return [2]time.Duration{faultproxy.Down: time.Duration(ms) * time.Millisecond}
-}
+// Promises of the matrix. A busy machine may take patience times as long before a test fails.
+const (
+	showsWithin = time.Second
+	pagesWithin = 5 * time.Second
+	patience    = 3
+)
 
 // TestOutages is the outage matrix of ARCHITECTURE.md: each part away in each way, under load. Whatever is away, gateways answer
-// every request as fast as before, refuse what is over its limit, show what is wrong, and what they counted is whole once the
-// part is back. How fast is logged, and judged only where a thing waits for something that it must not wait for.
+// every request as fast as before, refuse what is over its limit, show what is wrong, on-call hears of it, and what they counted
+// is whole once the part is back. How fast is logged, and judged only where it is out of all proportion.
 func TestOutages(t *testing.T) {
 	for _, o := range outages {
 		t.Run(o.part, func(t *testing.T) {
@@ -54,7 +57,9 @@ func TestOutages(t *testing.T) {
 				stores[o.part], fill, empty = disk(t)
 			}
 			dir := t.TempDir()
-			r, err := rig.New(rig.Config{Dir: dir, Binary: binary, Gateways: 2, Down: o.part, Webhook: oncall.URL, Secret: secret, Stores: stores})
+			began := time.Now()
+			r, err := rig.New(rig.Config{Dir: dir, Binary: binary, Gateways: 2, Down: o.part, Standby: o.part == rig.Alerter,
+				Webhook: oncall.URL, Secret: secret, Hold: 500 * time.Millisecond, Stores: stores})
 			t.Cleanup(func() {
 				r.Close()
 				for _, n := range r.Notes() {
@@ -74,41 +79,40 @@ func TestOutages(t *testing.T) {
 					t.Fatal(err)
 				}
 			}
-			m := &matrix{t: t, r: r, j: j, part: o.part}
-
-			shown := func() bool { return m.shown(o.on, o.degraded) }
-			if o.degraded == nil {
-				shown = nil
-			}
-			m.cell("down at start", nil, shown, func() { do(part.Restart()) })
-			m.cell("all up", nil, nil, nil)
-			var died time.Time
-			m.cell("dies", func() { died = time.Now(); do(part.Kill()) }, shown, func() {
-				if o.alert != "" {
-					eventually(t, "on-call hears of "+o.alert, func() bool {
-						_, _, ok := oncall.find(schemas.AlertFiring, o.alert, "")
-						return ok
-					})
-					_, at, _ := oncall.find(schemas.AlertFiring, o.alert, "")
-					t.Logf("on-call heard of %s %s after %s died", o.alert, at.Sub(died).Round(100*time.Millisecond), o.part)
+			m := &matrix{t: t, r: r, j: j, part: o.part, oncall: oncall}
+			// cell is one that shows and that on-call hears of.
+			cell := func(name string, begin, end func()) {
+				alert, ok := o.alerts[name]
+				if !ok {
+					alert = "degraded/part/" + o.part
 				}
-				do(part.Restart())
-			})
-			m.cell("hangs", func() { do(part.Pause()) }, shown, func() { do(part.Resume()) })
+				seen := func() bool { return m.shown(o.on, o.degraded) }
+				if alert == "" {
+					seen = nil
+				}
+				m.cell(name, began, begin, seen, alert, end)
+				began = time.Time{}
+			}
+			quiet := func(name string, begin, end func()) { m.cell(name, time.Time{}, begin, nil, "", end) }
+
+			cell("down at start", nil, func() { do(part.Restart()) })
+			quiet("all up", nil, nil)
+			cell("dies", func() { do(part.Kill()) }, func() { do(part.Restart()) })
+			cell("hangs", func() { do(part.Pause()) }, func() { do(part.Resume()) })
 			if o.slow != nil {
-				m.cell("slow", func() {
-					for l, delay := range o.slow {
-						r.Links[l].Set(faultproxy.Faults{Delay: delay})
+				late := func(times int) func() {
+					return func() {
+						for l, ms := range o.slow {
+							r.Links[l].Set(faultproxy.Faults{Delay: [2]time.Duration{faultproxy.Down: time.Duration(ms*times) * time.Millisecond}})
+						}
 					}
-				}, nil, func() {
-					for l := range o.slow {
-						r.Links[l].Set(faultproxy.Faults{})
-					}
-				})
+				}
+				quiet("slow", late(1), late(0))
+				cell("very slow", late(5), late(0))
 			} else { // a process is slow when it seldom runs
 				stop := make(chan struct{})
 				ended := make(chan error, 1)
-				m.cell("slow", func() {
+				quiet("slow", func() {
 					go func() {
 						for {
 							err := part.Pause()
@@ -125,10 +129,10 @@ func TestOutages(t *testing.T) {
 							}
 						}
 					}()
-				}, nil, func() { close(stop); do(<-ended) })
+				}, func() { close(stop); do(<-ended) })
 			}
 			if fill != nil {
-				m.cell("full disk", fill, shown, func() {
+				cell("full disk", fill, func() {
 					empty()
 					if o.part == rig.NATS { // a stream that once could not write is done until its server starts again
 						do(errors.Join(part.Kill(), part.Restart()))
@@ -142,20 +146,20 @@ func TestOutages(t *testing.T) {
 
 // matrix is one row of the matrix: the cells of one part.
 type matrix struct {
-	t    *testing.T
-	r    *rig.Rig
-	j    *rig.Journal
-	part string
-	rows []row
+	t      *testing.T
+	r      *rig.Rig
+	j      *rig.Journal
+	oncall *oncall
+	part   string
+	rows   []row
 }
 
 // row is what was measured in a cell.
 type row struct {
-	name          string
-	p50, p99      time.Duration
-	answers       int
-	shown, whole  time.Duration // until the mode showed, and until the counts were whole; negative where it was not looked for
-	neverAnswered uint64
+	name                string
+	p50, p99            time.Duration
+	answers             int
+	shown, paged, whole time.Duration // until the mode showed, on-call heard of it, and the counts were whole; negative where it was not looked for
 }
 
 const (
@@ -163,28 +167,38 @@ const (
 	cellTime = 1500 * time.Millisecond // at least
 )
 
-// cell is one condition under load: it begins, is seen, and ends; then everything that was answered must be stored once.
-func (m *matrix) cell(name string, begin func(), seen func() bool, end func()) {
+// cell is one condition under load: it begins, at began if that is earlier, is seen, on-call hears of it, and it ends; then
+// everything that was answered must be stored once.
+func (m *matrix) cell(name string, began time.Time, begin func(), seen func() bool, alert string, end func()) {
 	ok := m.t.Run(name, func(t *testing.T) {
 		_, unanswered := m.j.Totals()
 		refused := m.j.Refused()
-		row := row{name: name, shown: -1}
+		row := row{name: name, shown: -1, paged: -1}
 		ctx, stop := context.WithCancel(t.Context())
 		defer stop()
+		starts := time.Now()
+		if began.IsZero() {
+			began = starts
+		}
 		if begin != nil {
 			begin()
+			starts = time.Now()
 		}
 		sent := make(chan struct{})
-		began := time.Now()
 		go func() {
 			defer close(sent)
 			rig.Send(ctx, m.j, uint64(len(m.rows)), cellRate, m.r.Gateways)
 		}()
 		if seen != nil {
 			eventually(t, "the outage shows", seen)
-			row.shown = time.Since(began)
+			row.shown = time.Since(starts)
 		}
-		time.Sleep(time.Until(began.Add(cellTime)))
+		if alert != "" {
+			var at time.Time
+			eventually(t, "on-call hears of "+alert, func() (ok bool) { at, ok = m.oncall.since(alert, began); return ok })
+			row.paged = max(at.Sub(starts), 0)
+		}
+		time.Sleep(time.Until(starts.Add(cellTime)))
 		stop()
 		<-sent
 		times := m.j.TakeTimes()
@@ -193,9 +207,8 @@ func (m *matrix) cell(name string, begin func(), seen func() bool, end func()) {
 			t.Fatal("no request was answered")
 		}
 		row.p50, row.p99 = times[row.answers/2], times[row.answers*99/100]
-		_, after := m.j.Totals()
-		if row.neverAnswered = after - unanswered; row.neverAnswered > 0 {
-			t.Errorf("%d requests were never answered", row.neverAnswered)
+		if _, after := m.j.Totals(); after > unanswered {
+			t.Errorf("%d requests were never answered", after-unanswered)
 		}
 		if m.j.Refused() == refused {
 			t.Error("nothing was refused")
@@ -203,7 +216,7 @@ func (m *matrix) cell(name string, begin func(), seen func() bool, end func()) {
 		if end != nil {
 			end()
 		}
-		began = time.Now()
+		ended := time.Now()
 		var v rig.Verdict
 		defer func() {
 			if t.Failed() {
@@ -234,10 +247,11 @@ func (m *matrix) cell(name string, begin func(), seen func() bool, end func()) {
 			v.Redis(m.j.Cells, accounts, totals, nil)
 			return v.Lost == 0 && v.Doubled == 0
 		})
-		row.whole = time.Since(began)
+		row.whole = time.Since(ended)
 		if seen != nil {
 			eventually(t, "nothing shows any more", func() bool { return !seen() })
 		}
+		eventually(t, "on-call hears that it is over", func() bool { return len(m.oncall.open(alerting.Degraded)) == 0 })
 		m.rows = append(m.rows, row)
 	})
 	if !ok {
@@ -255,7 +269,8 @@ func (m *matrix) shown(on string, parts []string) bool {
 	return false
 }
 
-// report logs what was measured, and fails when a decision has waited for the part that was away.
+// report logs what was measured, and fails when a decision has waited for the part that was away, or when what was promised took
+// much longer.
 func (m *matrix) report() {
 	var base row
 	for _, r := range m.rows {
@@ -263,11 +278,20 @@ func (m *matrix) report() {
 			base = r
 		}
 	}
+	took := func(d time.Duration) string {
+		if d < 0 {
+			return "-"
+		}
+		return d.Round(10 * time.Millisecond).String()
+	}
 	for _, r := range m.rows {
-		m.t.Logf("%-10s %-14s %5d answers, p50 %8s, p99 %8s, shown after %7s, whole after %7s", m.part, r.name, r.answers,
-			r.p50.Round(10*time.Microsecond), r.p99.Round(10*time.Microsecond), r.shown.Round(time.Millisecond), r.whole.Round(time.Millisecond))
+		m.t.Logf("%-10s %-14s %5d answers, p50 %8s, p99 %8s, shown after %6s, on-call after %6s, whole after %6s", m.part, r.name, r.answers,
+			r.p50.Round(10*time.Microsecond), r.p99.Round(10*time.Microsecond), took(r.shown), took(r.paged), took(r.whole))
 		if r.p50 > 10*base.p50+50*time.Millisecond {
 			m.t.Errorf("%s %s: half of all requests took %s or longer, and %s with all up", m.part, r.name, r.p50, base.p50)
+		}
+		if r.shown > patience*showsWithin || r.paged > patience*pagesWithin {
+			m.t.Errorf("%s %s: shown after %s, want %s; on-call heard after %s, want %s", m.part, r.name, took(r.shown), showsWithin, took(r.paged), pagesWithin)
 		}
 	}
 }

@@ -33,7 +33,7 @@ type Config struct {
 	RetryMax   time.Duration // … up to this (5s)
 	Resync     time.Duration // a snapshot is asked for this often even if nothing seems missing (1m)
 
-	Grace    time.Duration // after the start: a centre that was not heard yet is no news (3s)
+	Grace    time.Duration // after the start: that a centre was not heard yet shows, and is no line in the log (3s)
 	TakeWait time.Duration // for an answer about one request (5ms)
 
 	Silent    func()           // called when shares have outlived their time to live, from the goroutine that calls apply; may be nil
@@ -302,7 +302,7 @@ type modeLog struct {
 	log      *slog.Logger
 	degraded prometheus.Gauge
 	last     string
-	quiet    time.Time // until then it is no news that the centre was not heard yet
+	quiet    time.Time // until then it is no line in the log that the centre was not heard yet
 	calm     time.Duration
 	well     time.Time // since when the centre is heard again; zero before
 	since    time.Time
@@ -317,6 +317,7 @@ func (l *modeLog) see(s Status) bool {
 		l.well = time.Time{}
 		return false
 	case l.last == "" && enforcer.Alone(s.Mode) && now.Before(l.quiet):
+		l.raise()
 		return false
 	case enforcer.Alone(l.last) && !enforcer.Alone(s.Mode):
 		if l.well.IsZero() {
@@ -330,10 +331,9 @@ func (l *modeLog) see(s Status) bool {
 	first := was == ""
 	l.last, l.since, l.well = s.Mode, now, time.Time{}
 	switch {
-	case enforcer.Alone(s.Mode) && !l.raised:
-		l.raised = true
-		l.degraded.Inc()
-	case !enforcer.Alone(s.Mode) && l.raised:
+	case enforcer.Alone(s.Mode):
+		l.raise()
+	case l.raised:
 		l.raised = false
 		l.degraded.Dec()
 	}
@@ -352,6 +352,14 @@ func (l *modeLog) see(s Status) bool {
 		l.log.Warn("throttling with the centre again", "mode", s.Mode, "was", was, "for", lasted)
 	}
 	return true
+}
+
+// raise shows that this gateway is alone.
+func (l *modeLog) raise() {
+	if !l.raised {
+		l.raised = true
+		l.degraded.Inc()
+	}
 }
 
 // close takes this gateway out of the shared gauge.

@@ -31,7 +31,8 @@ const (
 	ClickHouse = "clickhouse"
 	Aggregator = "aggregator"
 	Alerter    = "alerter"
-	Load       = "load" // the client side of a link to a gateway
+	Standby    = "standby" // another alerter
+	Load       = "load"    // the client side of a link to a gateway
 )
 
 // Config says what runs. Dir and Binary are required.
@@ -40,7 +41,9 @@ type Config struct {
 	Binary   string            // the weir
 	Gateways int               // (1)
 	Down     string            // a part that is not there when the others start; Restart brings it
+	Standby  bool              // a second alerter
 	Webhook  string            // of on-call (none)
+	Hold     time.Duration     // before an alert is resolved (that of weir)
 	Secret   string            // that signs what goes there
 	Stores   map[string]string // folders for the data of NATS, Redis and ClickHouse (in Dir)
 }
@@ -172,7 +175,7 @@ func (r *Rig) startWeirs() error {
 	}
 	r.onClose(func() { _ = up.Close() })
 	for _, l := range [][3]string{
-		{Aggregator, NATS, r.servers.nats}, {Aggregator, Redis, r.servers.redis}, {Aggregator, ClickHouse, r.servers.clickhouse}, {Alerter, NATS, r.servers.nats},
+		{Aggregator, NATS, r.servers.nats}, {Aggregator, Redis, r.servers.redis}, {Aggregator, ClickHouse, r.servers.clickhouse}, {Alerter, NATS, r.servers.nats}, {Standby, NATS, r.servers.nats},
 	} {
 		if err := r.link(l[0], l[1], hostPort(l[2])); err != nil {
 			return err
@@ -182,12 +185,20 @@ func (r *Rig) startWeirs() error {
 		"--clickhouse", r.at(Aggregator, ClickHouse, r.servers.clickhouse)); err != nil {
 		return err
 	}
-	alerter := []string{"alerter", "--nats", r.at(Alerter, NATS, r.servers.nats)}
-	if r.cfg.Webhook != "" {
-		alerter = append(alerter, "--webhook", r.cfg.Webhook)
-	}
-	if err := r.run(Alerter, alerter...); err != nil {
-		return err
+	for _, name := range []string{Alerter, Standby} {
+		if name == Standby && !r.cfg.Standby {
+			continue
+		}
+		args := []string{"alerter", "--nats", r.at(name, NATS, r.servers.nats)}
+		if r.cfg.Webhook != "" {
+			args = append(args, "--webhook", r.cfg.Webhook)
+		}
+		if r.cfg.Hold > 0 {
+			args = append(args, "--hold", r.cfg.Hold.String())
+		}
+		if err := r.run(name, args...); err != nil {
+			return err
+		}
 	}
 	for i := range r.cfg.Gateways {
 		name := GatewayName(i + 1)
