@@ -97,6 +97,16 @@ func TestOutages(t *testing.T) {
 
 			cell("down at start", nil, func() { do(part.Restart()) })
 			quiet("all up", nil, nil)
+			if w := r.Weirs[o.part]; w != nil { // nobody is woken by what was asked for
+				quiet("is shut down", func() {
+					_, err := w.Term()
+					do(err)
+					time.Sleep(pagesWithin)
+					if keys := oncall.open(alerting.Degraded); len(keys) > 0 {
+						t.Errorf("on-call heard of %q after a clean stop", keys)
+					}
+				}, func() { do(w.Restart()) })
+			}
 			cell("dies", func() { do(part.Kill()) }, func() { do(part.Restart()) })
 			cell("hangs", func() { do(part.Pause()) }, func() { do(part.Resume()) })
 			if o.slow != nil {
