@@ -19,6 +19,8 @@ const (
 	begun = 10 * time.Second
 	// waitsAfter without a report, a gateway that has some cannot hand them over. It may be so for waitsFor.
 	waitsAfter, waitsFor = time.Second, 2 * time.Second
+	// alerterSooner is how much sooner a missing alerter is an alert than others.
+	alerterSooner = time.Second
 	// maxInstances bounds the processes that are followed.
 	maxInstances = 1000
 )
@@ -134,6 +136,9 @@ func (d *Detector) judgeParts(dt time.Duration) {
 				v = unknown
 			}
 		case schemas.PartAggregator, schemas.PartAlerter:
+			if name == schemas.PartAlerter { // it may have this very alert in its hand
+				raise -= alerterSooner
+			}
 			summary = "one " + name + " is not heard of, and there is another"
 			if live[name] == 0 {
 				severity, summary = schemas.SeverityCritical, "no "+name+" is heard of"

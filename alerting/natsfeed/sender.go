@@ -32,7 +32,7 @@ const (
 	// sendTimeout bounds one attempt; a Receiver has its own, shorter one.
 	sendTimeout = 20 * time.Second
 	// ackWait is how long a process may be silent about an alert before another takes it. One that is at it says so meanwhile.
-	ackWait = 2 * time.Second
+	ackWait = time.Second
 	// answerWait bounds how long an answer of the server is waited for.
 	answerWait = 30 * time.Second
 	// reopenAfter is the pause before a consumer that broke is looked for again.

@@ -186,6 +186,9 @@ func (m *matrix) cell(name string, began time.Time, begin func(), seen func() bo
 		row := row{name: name, shown: -1, paged: -1}
 		ctx, stop := context.WithCancel(t.Context())
 		defer stop()
+		if begin != nil && seen != nil {
+			eventually(t, "nothing of before shows", func() bool { return !seen() })
+		}
 		starts := time.Now()
 		if began.IsZero() {
 			began = starts
