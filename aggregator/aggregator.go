@@ -880,7 +880,7 @@ func (a *Aggregator) rebuild(ctx context.Context, folds []Fold, states []KeyStat
 		s := &states[i]
 		e := a.keys[s.Key]
 		unsure := e != nil && e.unsure
-		lone := n == 1 && len(folds[i].Uses) > 0 // it has the whole limit and reports at leisure: its bucket is the one that is right
+		lone := n == 1 && len(folds[i].Uses) > 0                        // it has the whole limit and reports at leisure: its bucket is the one that is right
 		if !unsure && (folds[i].Strict || !s.New && !s.Lost && !lone) { // of a strict key gateways hold nothing, unless they were alone with it
 			continue
 		}
