@@ -903,6 +903,12 @@ func (a *Aggregator) rebuild(ctx context.Context, folds []Fold, states []KeyStat
 		if lone && !unsure && !s.New && !s.Lost {
 			b.MostMicros = math.MaxInt64
 		}
+		if folds[i].Strict { // what they earned since they reported they have not: it was taken here
+			b = Bounds{MostMicros: math.MaxInt64}
+			for _, h := range known.held {
+				b.LeastMicros += h.tokens
+			}
+		}
 		if e == nil && !lone && s.New && s.pressed() && s.LevelMicros > 0 { // what it earned while its first use went on was lost to a full bucket
 			earned := int64(min(folds[i].Lag().Seconds()*float64(s.Limit.RateNanos)/1e3, 4e15))
 			b.MostMicros += earned

@@ -257,3 +257,53 @@ func TestAheadOfItsRivals(t *testing.T) {
 		}
 	}
 }
+
+// leased is a scenario of two gateways, of which the first asks for a block and uses a part of it.
+func leased(name string, h ...happening) scenario {
+	return scenario{name: name, gateways: 2, most: 2, keys: 1, tokens: 1000, per: time.Second, burst: 1000, seconds: 20, happenings: h, fill: func(sc *scenario, g *generator) {
+		g.flow(0, 0, 0.7*sc.perSecond(), 0, 1)
+		g.flow(1, 0, 3*sc.perSecond(), 3, 20)
+		sc.steps = append(sc.steps, span{3 * s, 20 * s})
+	}}
+}
+
+// TestUnusedBlocksAreNotLost: what a gateway does not use of its block comes back when another asks, at once, or with the end of that
+// gateway; and nobody has it twice.
+func TestUnusedBlocksAreNotLost(t *testing.T) {
+	for _, c := range []struct {
+		sc   scenario
+		soon float64 // ms until the other one has what there is
+	}{
+		{leased("comes back"), 250},
+		{leased("leaves", happening{1500 * ms, leaves, 0}), 250},
+		{leased("vanishes", happening{1500 * ms, vanishes, 0}), 4000}, // it is missed five seconds after its last word
+	} {
+		for seed := range uint64(3) {
+			o := play(c.sc, seed+1, "lease")
+			t.Run(fmt.Sprint(c.sc.name, "/", seed+1), func(t *testing.T) {
+				lag, _ := p99(usable(o.arrivals, o.sc.steps, o.admitted, o.perfect))
+				within(t, "ms until all is usable", float64(lag)/float64(ms), 0, c.soon)
+				within(t, "of what there was in the last ten seconds", o.count(o.admitted, 10*s, 20*s)/o.count(o.perfect, 10*s, 20*s), 0.99, 1.01)
+				within(t, "tokens beyond rate·t in any time", o.above(), 0, 1.03*float64(o.sc.burst))
+			})
+		}
+	}
+}
+
+// TestFailoverGrantsNothingTwice: three centres, one after the other, under load: no time has more than its tokens.
+func TestFailoverGrantsNothingTwice(t *testing.T) {
+	for _, mode := range together {
+		for seed := range uint64(3) {
+			sc := leased("failover", happening{5 * s, centreDown, 0}, happening{6 * s, centreUp, 0}, happening{9 * s, centreDown, 0}, happening{9*s + 100*ms, centreUp, 0})
+			o := play(sc, seed+1, mode)
+			t.Run(fmt.Sprint(mode, "/", seed+1), func(t *testing.T) {
+				most := 1.1
+				if mode == "strict" {
+					most = 1.5 // a gateway alone has half of the limit, and what it did not use of the other half is there when the centre is
+				}
+				within(t, "tokens beyond rate·t in any time", o.above(), 0, most*float64(o.sc.burst))
+				within(t, "of what there was in the last five seconds", o.count(o.admitted, 15*s, 20*s)/o.count(o.perfect, 15*s, 20*s), 0.99, 1.01)
+			})
+		}
+	}
+}
