@@ -272,6 +272,7 @@ var insertSettings = ch.Settings{
 	"deduplicate_insert":    "enable", // 26.x: has the last word over insert_deduplicate
 	"deduplicate_blocks_in_dependent_materialized_views": 1, // a redo reaches the roll-ups that a crash left out
 	"materialized_views_ignore_errors":                   0,
+	"parallel_view_processing":                           1,       // the roll-ups cost more than the ledger; a redo makes up for any subset
 	"max_insert_block_size":                              1 << 20, // above maxRows: one block, so one token
 	"min_insert_block_size_rows":                         1 << 20,
 	"min_insert_block_size_bytes":                        0,
