@@ -520,7 +520,7 @@ func TestCounterDown(t *testing.T) {
 func TestLostCastIsSaidAgain(t *testing.T) {
 	bubble(t, aggregator.Config{Beat: time.Hour}, func(w *world) {
 		defer w.run()()
-		time.Sleep(2500 * time.Millisecond)
+		time.Sleep(2600 * time.Millisecond)
 		w.beat("g1", "g2")
 		w.casts.take(true)
 		w.casts.lose = true
