@@ -570,7 +570,7 @@ func TestDebtIsRepaid(t *testing.T) {
 	bubble(t, aggregator.Config{}, func(w *world) {
 		defer w.run()()
 		defer w.alive("g1", "g2")()
-		time.Sleep(2500 * time.Millisecond)
+		time.Sleep(2600 * time.Millisecond)
 		w.handle(w.report("g1", w.tokens("g1", "acme", limit100, 160, 40))) // 100 more than there were
 		sum := func() (rate int64) {
 			last := map[string]schemas.Share{}
@@ -599,7 +599,7 @@ func TestKeyComesToRest(t *testing.T) {
 	bubble(t, aggregator.Config{}, func(w *world) {
 		defer w.run()()
 		defer w.alive("g1", "g2")()
-		time.Sleep(2500 * time.Millisecond)
+		time.Sleep(2600 * time.Millisecond)
 		w.handle(w.report("g1", w.tokens("g1", "acme", limit100, 5, 995)))
 		w.expect("g1 99.2/59 demand, g2 0.8/1 newcomer")
 		time.Sleep(15 * time.Second)
@@ -619,7 +619,7 @@ func TestRestAfterRestart(t *testing.T) {
 	bubble(t, aggregator.Config{}, func(w *world) {
 		die := w.alive("g1", "g2")
 		stop := w.run()
-		time.Sleep(2500 * time.Millisecond)
+		time.Sleep(2600 * time.Millisecond)
 		w.handle(w.report("g1", w.steady("g1", "acme", limit100, 5, 1995)))
 		w.expect("g1 99.2/59 demand, g2 0.8/1 newcomer")
 		time.Sleep(3 * time.Second) // a digest marks it as live
