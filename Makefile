@@ -48,13 +48,13 @@ gen: bin/tools/protoc-gen-go ## generate schemas/weirpb from schemas/proto; leav
 	protoc --plugin=bin/tools/protoc-gen-go -I schemas/proto --go_out=. --go_opt=module=github.com/weirhq/weir schemas/proto/weir/v1/*.proto
 
 .PHONY: bench
-bench: servers ## run every benchmark, also those beside rivals (COUNT times); the 100 million rows of history take half an hour
+bench: servers ## run every benchmark, also those beside rivals (COUNT times); the 100 million rows of history take half an hour, an outage of NATS ten minutes
 	go test -run '^$$' -bench . -benchmem -count $(or $(COUNT),1) -timeout 120m ./...
 	$(if $(BENCH),cd $(BENCH) && go test -run '^$$' -bench . -benchmem -count $(or $(COUNT),1) -timeout 120m ./...)
 
 .PHONY: bench-smoke
 bench-smoke: servers ## run every benchmark once, and fail when a decision costs more than twice the floor
-	WEIR_HISTORY_ROWS=1000000 go test -run '^$$' -bench . -benchtime 1x -timeout 10m ./...
+	WEIR_HISTORY_ROWS=1000000 WEIR_AWAY=5s go test -run '^$$' -bench . -benchtime 1x -timeout 10m ./...
 	$(if $(BENCH),cd $(BENCH) && go test -bench . -benchtime 1x -timeout 10m ./...)
 
 .PHONY: chaos

@@ -4,6 +4,7 @@ package rig
 
 import (
 	"bufio"
+	"cmp"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -40,6 +41,7 @@ type Config struct {
 	Dir      string            // logs and data
 	Binary   string            // the weir
 	Gateways int               // (1)
+	Policy   string            // of the gateways (Policy)
 	Down     string            // a part that is not there when the others start; Restart brings it
 	Standby  bool              // a second alerter
 	Webhook  string            // of on-call (none)
@@ -166,7 +168,7 @@ func (r *Rig) startServers() error {
 // startWeirs starts what reaches each server through a proxy of its own.
 func (r *Rig) startWeirs() error {
 	policy := filepath.Join(r.cfg.Dir, "policy.yaml")
-	if err := os.WriteFile(policy, []byte(Policy), 0o644); err != nil {
+	if err := os.WriteFile(policy, []byte(cmp.Or(r.cfg.Policy, Policy)), 0o644); err != nil {
 		return err
 	}
 	up, api, err := upstream()
