@@ -76,58 +76,120 @@ func NewLedger[T any](cfg Config, nc *nats.Conn, decode Decoder[T], log *slog.Lo
 
 // Consume calls handle with one range after another until ctx is done, and then returns nil, or until another process
 // has taken over, and then returns an error with ErrFenced in its chain. When handle returns an error it gets the same
-// range again after a pause, and nothing new is read meanwhile. A range without a readable message is not handled. It may be
+// range again after a pause. While a range is handled the next one is read and decoded, and no more. A range without a readable message is not handled. It may be
 // called once.
 func (l *Ledger[T]) Consume(ctx context.Context, handle func(context.Context, schemas.Batch[T]) error) (err error) {
 	defer l.watchLag(nil)()
 	defer func() { l.t.stopped(err) }()
+	ctx, cancel := context.WithCancel(ctx)
+	var next ahead[T]
+	defer next.wait()
+	defer cancel()
 	for {
-		if l.consumer == nil {
-			var all []message
-			ok, err := l.fenced(ctx, "position", func() (err error) { all, err = l.open(ctx); return err })
-			if !ok {
-				return err
-			}
-			if l.pos.Next > l.pos.Floor { // a range was in hand when somebody stopped
-				l.log.Info("handling again what was in hand", "first", l.pos.Floor+1, "last", l.pos.Next)
-				if ok, err := l.settle(ctx, all, handle); !ok {
+		in, ok := next.take()
+		if !ok {
+			if l.consumer == nil {
+				if ok, err := l.start(ctx, handle); !ok {
 					return err
 				}
 			}
-			if ok, err := l.fenced(ctx, "position", func() error { return l.follow(ctx) }); !ok {
-				return err
-			}
+			in = l.read(ctx, l.pos.Floor)
 		}
-		all, err := l.gather(ctx)
 		if ctx.Err() != nil {
 			return nil
 		}
-		if err != nil {
-			l.lost(ctx, "fetch", err)
+		if in.err != nil {
+			l.lost(ctx, in.reason, in.err)
 			continue
 		}
 		l.t.over()
-		if len(all) == 0 {
-			l.oldest.Store(0)
-			continue
-		}
-		if all, err = l.inStep(ctx, all); err != nil {
-			l.lost(ctx, "position", err)
-			continue
-		}
-		if len(all) == 0 {
+		if len(in.all) == 0 {
+			if in.none {
+				l.oldest.Store(0)
+			}
 			continue
 		}
 		intent := l.pos
-		intent.Next = all[len(all)-1].seq
+		intent.Next = in.all[len(in.all)-1].seq
 		if ok, err := l.fenced(ctx, "position", func() error { return l.write(ctx, intent) }); !ok {
 			return err
 		}
-		if ok, err := l.settle(ctx, all, handle); !ok {
+		if l.consumer != nil {
+			next.start(func() taken[T] { return l.read(ctx, intent.Next) })
+		}
+		if ok, err := l.settle(ctx, in, handle); !ok {
 			return err
 		}
 	}
 }
+
+// start finds our position, handles what was in hand there when somebody stopped, and goes on behind it.
+func (l *Ledger[T]) start(ctx context.Context, handle func(context.Context, schemas.Batch[T]) error) (ok bool, err error) {
+	var all []message
+	if ok, err := l.fenced(ctx, "position", func() (err error) { all, err = l.open(ctx); return err }); !ok {
+		return false, err
+	}
+	if l.pos.Next > l.pos.Floor {
+		l.log.Info("handling again what was in hand", "first", l.pos.Floor+1, "last", l.pos.Next)
+		if ok, err := l.settle(ctx, l.decoded(all), handle); !ok {
+			return false, err
+		}
+	}
+	return l.fenced(ctx, "position", func() error { return l.follow(ctx) })
+}
+
+// taken is a range as it was read, or why it was not.
+type taken[T any] struct {
+	all    []message
+	items  []schemas.Delivered[T]
+	bad    []refused
+	none   bool // nothing waits in the stream
+	reason string
+	err    error
+}
+
+// read waits for messages and returns those that follow after without a hole, decoded.
+func (l *Ledger[T]) read(ctx context.Context, after uint64) taken[T] {
+	all, err := l.gather(ctx)
+	if err != nil {
+		return taken[T]{reason: "fetch", err: err}
+	}
+	if len(all) == 0 {
+		return taken[T]{none: true}
+	}
+	if all, err = l.inStep(ctx, all, after); err != nil {
+		return taken[T]{reason: "position", err: err}
+	}
+	return l.decoded(all)
+}
+
+func (l *Ledger[T]) decoded(all []message) taken[T] {
+	items, bad := l.decodeAll(all)
+	return taken[T]{all: all, items: items, bad: bad}
+}
+
+// ahead is the range behind the one in hand, read and decoded while that one is handled: one, never more. It is only
+// read: it is written down when its turn comes, so that a crash knows nothing of it. Between start and take the consumer
+// is the reading goroutine's. The zero ahead reads nothing.
+type ahead[T any] struct{ read chan taken[T] }
+
+func (a *ahead[T]) start(read func() taken[T]) {
+	came := make(chan taken[T], 1)
+	a.read = came
+	go func() { came <- read() }()
+}
+
+// take waits for the range, or returns false when none is being read.
+func (a *ahead[T]) take() (taken[T], bool) {
+	if a.read == nil {
+		return taken[T]{}, false
+	}
+	in := <-a.read
+	a.read = nil
+	return in, true
+}
+
+func (a *ahead[T]) wait() { a.take() }
 
 // fenced is until, ended by ErrFenced as well.
 func (l *Ledger[T]) fenced(ctx context.Context, reason string, f func() error) (ok bool, err error) {
@@ -225,10 +287,10 @@ func (l *Ledger[T]) follow(ctx context.Context) error {
 	return l.reset(ctx, l.pos.Floor+1)
 }
 
-// inStep returns the part of all that follows Floor without a hole. A hole that is in the stream itself is told and
+// inStep returns the part of all that follows after without a hole. A hole that is in the stream itself is told and
 // passed over.
-func (l *Ledger[T]) inStep(ctx context.Context, all []message) ([]message, error) {
-	want := l.pos.Floor + 1
+func (l *Ledger[T]) inStep(ctx context.Context, all []message, after uint64) ([]message, error) {
+	want := after + 1
 	kept := all[:0]
 	for i := range all {
 		m := all[i]
@@ -265,8 +327,8 @@ func (l *Ledger[T]) missing(n, first uint64) {
 }
 
 // settle handles the range that is in hand and moves Floor behind it.
-func (l *Ledger[T]) settle(ctx context.Context, all []message, handle func(context.Context, schemas.Batch[T]) error) (bool, error) {
-	items, bad := l.decodeAll(all)
+func (l *Ledger[T]) settle(ctx context.Context, in taken[T], handle func(context.Context, schemas.Batch[T]) error) (bool, error) {
+	all, items, bad := in.all, in.items, in.bad
 	if len(all) > 0 {
 		l.holds(all)
 	}

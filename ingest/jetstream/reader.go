@@ -183,7 +183,7 @@ const (
 
 // gather waits for messages and returns a batch of them: what comes within MaxDelay, up to MaxMessages and MaxBytes.
 // It may return none. There is never a request left open behind it, so that the server hands out nothing that is not
-// taken: while a batch is being handled, no memory fills and no AckWait runs down on messages in a buffer.
+// taken: memory holds what was gathered, and no AckWait runs down on messages in a buffer.
 func (r *reader[T]) gather(ctx context.Context) ([]message, error) {
 	var all []message
 	var err error
