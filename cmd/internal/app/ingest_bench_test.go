@@ -4,10 +4,14 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"log/slog"
 	"math/rand/v2"
+	"net/http"
+	"net/url"
 	"os"
 	"strconv"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -23,7 +27,7 @@ import (
 	"github.com/weirhq/weir/schemas"
 )
 
-// BenchmarkIngest offers usage to the stream at a rate and says how far behind ClickHouse is: reports of 500 records of 8 gateways
+// BenchmarkIngest offers usage to the stream at a rate and says how far behind ClickHouse is, and how many parts of usage a second inserts make: reports of 500 records of 8 gateways
 // and 10,000 tenants, as the history of an aggregator reads and stores them. The servers are processes of their own; the stream
 // syncs every message. WEIR_INGEST_RATE is in records a second (200000), WEIR_INGEST_SECONDS how long (20).
 //
@@ -48,7 +52,8 @@ func BenchmarkIngest(b *testing.B) {
 		b.Fatal(err)
 	}
 	b.Cleanup(func() { _ = server.Stop() })
-	store, err := clickhouse.Open(embeddedtest.ClickHouse(b).URL(), log)
+	engine := embeddedtest.ClickHouse(b).URL()
+	store, err := clickhouse.Open(engine, log)
 	if err != nil {
 		b.Fatal(err)
 	}
@@ -151,6 +156,7 @@ func BenchmarkIngest(b *testing.B) {
 	b.ReportMetric(records/took.Seconds(), "stored/s")
 	b.ReportMetric(worst.Seconds(), "worst-lag-s")
 	b.ReportMetric(float64(batches)/took.Seconds(), "batches/s")
+	b.ReportMetric(usageParts(b, engine)/took.Seconds(), "parts/s")
 	total, err := store.Totals(b.Context(), start.Add(-time.Hour), time.Now().Add(time.Hour))
 	if err != nil {
 		b.Fatal(err)
@@ -158,4 +164,29 @@ func BenchmarkIngest(b *testing.B) {
 	if total.Requests == 0 {
 		b.Fatal("nothing is stored")
 	}
+}
+
+// usageParts is how many parts inserts have made of usage: each has a number, and a part that a merge made spans theirs.
+func usageParts(b *testing.B, engine string) float64 {
+	b.Helper()
+	at, err := url.Parse(engine)
+	if err != nil {
+		b.Fatal(err)
+	}
+	at.RawQuery = url.Values{"database": {strings.Trim(at.Path, "/")}, "query": {"SELECT sum(max_block_number - min_block_number + 1) FROM system.parts WHERE table = 'usage' AND database = currentDatabase() AND active"}}.Encode()
+	at.Path = "/"
+	res, err := http.Get(at.String())
+	if err != nil {
+		b.Fatal(err)
+	}
+	defer func() { _ = res.Body.Close() }()
+	body, err := io.ReadAll(res.Body)
+	if err != nil {
+		b.Fatal(err)
+	}
+	n, err := strconv.ParseFloat(strings.TrimSpace(string(body)), 64)
+	if err != nil {
+		b.Fatalf("parts: %s", body)
+	}
+	return n
 }
