@@ -272,7 +272,10 @@ var insertSettings = ch.Settings{
 	"deduplicate_insert":    "enable", // 26.x: has the last word over insert_deduplicate
 	"deduplicate_blocks_in_dependent_materialized_views": 1, // a redo reaches the roll-ups that a crash left out
 	"materialized_views_ignore_errors":                   0,
-	"parallel_view_processing":                           1,       // the roll-ups cost more than the ledger; a redo makes up for any subset
+	"parallel_view_processing":                           1, // the roll-ups cost more than the ledger; a redo makes up for any subset
+	"optimize_on_insert":                                 0, // rows of equal key meet in merges and under FINAL, and a view's rows have none
+	"group_by_two_level_threshold":                       0, // the views group one block on one core
+	"group_by_two_level_threshold_bytes":                 0,
 	"max_insert_block_size":                              1 << 20, // above maxRows: one block, so one token
 	"min_insert_block_size_rows":                         1 << 20,
 	"min_insert_block_size_bytes":                        0,
