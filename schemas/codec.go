@@ -100,20 +100,30 @@ func DecodeSealed(body []byte) (*Report, error) {
 	return r, nil
 }
 
-// normal gives every entry one outcome and a cost.
+// normal gives every entry one outcome and a cost. It changes in, and where no entry has both outcomes returns it.
 func normal(in []Usage) []Usage {
-	out := make([]Usage, 0, len(in))
-	for _, u := range in {
+	both := 0
+	for i := range in {
+		u := &in[i]
 		if u.Cost == 0 {
 			u.Cost = u.Allowed + u.Rejected
 		}
+		if u.Rejected == 0 {
+			u.Rule, u.Layer = "", ""
+		} else if u.Allowed > 0 {
+			both++
+		}
+	}
+	if both == 0 {
+		return in
+	}
+	out := make([]Usage, 0, len(in)+both)
+	for _, u := range in {
 		if u.Allowed > 0 && u.Rejected > 0 {
 			no := u
 			no.Allowed, no.Cost = 0, part(u.Cost, u.Rejected, u.Allowed+u.Rejected)
 			out = append(out, no)
 			u.Rejected, u.Cost = 0, u.Cost-no.Cost
-		}
-		if u.Rejected == 0 {
 			u.Rule, u.Layer = "", ""
 		}
 		out = append(out, u)

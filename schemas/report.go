@@ -118,8 +118,8 @@ func (r *Report) Validate(arrived time.Time) error {
 		return invalid("seq", "is 0 or missing, want 1 or more")
 	}
 	for i := range r.Usage {
-		if err := r.Usage[i].validate(fmt.Sprintf("usage[%d]", i), arrived); err != nil {
-			return err
+		if r.Usage[i].validate("", arrived) != nil { // its path only where it is wanted: this is most of a history's input
+			return r.Usage[i].validate(fmt.Sprintf("usage[%d]", i), arrived)
 		}
 	}
 	for i := range r.Tokens {
@@ -145,7 +145,7 @@ func (u *Usage) validate(at string, arrived time.Time) error {
 	if u.Rejected > 0 && u.Rule == "" {
 		return invalid(at+".rule", "is missing though %d were rejected", u.Rejected)
 	}
-	return validCounts(at, "allowed", u.Allowed, "rejected", u.Rejected, "cost", u.Cost)
+	return validCounts(at, count{"allowed", u.Allowed}, count{"rejected", u.Rejected}, count{"cost", u.Cost})
 }
 
 func (t *Tokens) validate(at string) error {
@@ -175,7 +175,7 @@ func (t *Tokens) validate(at string) error {
 	if err := validTexts(at, "key", unescaped(t.Key)); err != nil { // what a gateway that is given this key reads in it
 		return err
 	}
-	return validCounts(at, "taken", t.Taken, "refused", t.Refused, "cum", t.Cum, "granted", t.Granted)
+	return validCounts(at, count{"taken", t.Taken}, count{"refused", t.Refused}, count{"cum", t.Cum}, count{"granted", t.Granted})
 }
 
 func (j *Rejection) validate(at string, arrived time.Time) error {
@@ -232,10 +232,15 @@ func unescaped(key string) string {
 	return string(b)
 }
 
-func validCounts(at string, pairs ...any) error {
-	for i := 0; i < len(pairs); i += 2 {
-		if n := pairs[i+1].(uint64); n > MaxCount {
-			return invalid(at+"."+pairs[i].(string), "is %d, want at most %d", n, uint64(MaxCount))
+type count struct {
+	field string
+	n     uint64
+}
+
+func validCounts(at string, counts ...count) error {
+	for _, c := range counts {
+		if c.n > MaxCount {
+			return invalid(at+"."+c.field, "is %d, want at most %d", c.n, uint64(MaxCount))
 		}
 	}
 	return nil

@@ -44,6 +44,23 @@ func col[R, V any](name, typ string, of func(*R) V) column[R] {
 	}}
 }
 
+// lowCol is a column of few texts. The driver looks each up in a map by an any: one any serves all rows in a row that have
+// the same text.
+func lowCol[R any](name string, of func(*R) string) column[R] {
+	return column[R]{name, low, func(rows []R) any {
+		out := make([]any, len(rows))
+		var last string
+		var boxed any = last
+		for i := range rows {
+			if v := of(&rows[i]); v != last {
+				last, boxed = v, v
+			}
+			out[i] = boxed
+		}
+		return out
+	}}
+}
+
 const (
 	instant = "DateTime64(3, 'UTC')"
 	low     = "LowCardinality(String)"
@@ -59,14 +76,14 @@ type entry[E any] struct {
 
 var usageTable = table[entry[schemas.Usage]]{"usage", []column[entry[schemas.Usage]]{
 	col("ts", instant, func(r *entry[schemas.Usage]) time.Time { return r.e.Time }),
-	col("gateway", low, func(r *entry[schemas.Usage]) string { return r.Gateway }),
+	lowCol("gateway", func(r *entry[schemas.Usage]) string { return r.Gateway }),
 	col("boot", "String", func(r *entry[schemas.Usage]) string { return r.Boot }),
 	col("seq", "UInt64", func(r *entry[schemas.Usage]) uint64 { return r.Seq }),
 	col("entry", "UInt32", func(r *entry[schemas.Usage]) uint32 { return r.i }),
 	col("tenant", "String", func(r *entry[schemas.Usage]) string { return r.e.Tenant }),
-	col("route", low, func(r *entry[schemas.Usage]) string { return r.e.Route }),
-	col("rule", low, func(r *entry[schemas.Usage]) string { return r.e.Rule }),
-	col("layer", low, func(r *entry[schemas.Usage]) string { return r.e.Layer }),
+	lowCol("route", func(r *entry[schemas.Usage]) string { return r.e.Route }),
+	lowCol("rule", func(r *entry[schemas.Usage]) string { return r.e.Rule }),
+	lowCol("layer", func(r *entry[schemas.Usage]) string { return r.e.Layer }),
 	col("allowed", "UInt64", func(r *entry[schemas.Usage]) uint64 { return r.e.Allowed }),
 	col("rejected", "UInt64", func(r *entry[schemas.Usage]) uint64 { return r.e.Rejected }),
 	col("cost", "UInt64", func(r *entry[schemas.Usage]) uint64 { return r.e.Cost }),
@@ -76,15 +93,15 @@ var usageTable = table[entry[schemas.Usage]]{"usage", []column[entry[schemas.Usa
 
 var tokensTable = table[entry[schemas.Tokens]]{"tokens", []column[entry[schemas.Tokens]]{
 	col("ts", instant, func(r *entry[schemas.Tokens]) time.Time { return plausible(r.SealedAt, r.arrived) }),
-	col("gateway", low, func(r *entry[schemas.Tokens]) string { return r.Gateway }),
+	lowCol("gateway", func(r *entry[schemas.Tokens]) string { return r.Gateway }),
 	col("boot", "String", func(r *entry[schemas.Tokens]) string { return r.Boot }),
 	col("seq", "UInt64", func(r *entry[schemas.Tokens]) uint64 { return r.Seq }),
 	col("entry", "UInt32", func(r *entry[schemas.Tokens]) uint32 { return r.i }),
-	col("rule", low, func(r *entry[schemas.Tokens]) string { return r.e.Rule }),
-	col("layer", low, func(r *entry[schemas.Tokens]) string { return r.e.Layer }),
+	lowCol("rule", func(r *entry[schemas.Tokens]) string { return r.e.Rule }),
+	lowCol("layer", func(r *entry[schemas.Tokens]) string { return r.e.Layer }),
 	col("key", "String", func(r *entry[schemas.Tokens]) string { return r.e.Key }),
 	col("tenant", "String", func(r *entry[schemas.Tokens]) string { return r.e.Tenant }),
-	col("mode", low, func(r *entry[schemas.Tokens]) string { return r.e.Mode }),
+	lowCol("mode", func(r *entry[schemas.Tokens]) string { return r.e.Mode }),
 	col("rate_nanos", "Int64", func(r *entry[schemas.Tokens]) int64 { return r.e.RateNanos }),
 	col("capacity", "Int64", func(r *entry[schemas.Tokens]) int64 { return r.e.Capacity }),
 	col("limit_rate_nanos", "Int64", func(r *entry[schemas.Tokens]) int64 { return r.e.LimitRateNanos }),
@@ -101,15 +118,15 @@ var tokensTable = table[entry[schemas.Tokens]]{"tokens", []column[entry[schemas.
 
 var rejectionsTable = table[entry[schemas.Rejection]]{"rejections", []column[entry[schemas.Rejection]]{
 	col("ts", instant, func(r *entry[schemas.Rejection]) time.Time { return r.e.Time }),
-	col("gateway", low, func(r *entry[schemas.Rejection]) string { return r.Gateway }),
+	lowCol("gateway", func(r *entry[schemas.Rejection]) string { return r.Gateway }),
 	col("boot", "String", func(r *entry[schemas.Rejection]) string { return r.Boot }),
 	col("seq", "UInt64", func(r *entry[schemas.Rejection]) uint64 { return r.Seq }),
 	col("entry", "UInt32", func(r *entry[schemas.Rejection]) uint32 { return r.i }),
 	col("tenant", "String", func(r *entry[schemas.Rejection]) string { return r.e.Tenant }),
-	col("route", low, func(r *entry[schemas.Rejection]) string { return r.e.Route }),
-	col("rule", low, func(r *entry[schemas.Rejection]) string { return r.e.Rule }),
-	col("layer", low, func(r *entry[schemas.Rejection]) string { return r.e.Layer }),
-	col("method", low, func(r *entry[schemas.Rejection]) string { return r.e.Method }),
+	lowCol("route", func(r *entry[schemas.Rejection]) string { return r.e.Route }),
+	lowCol("rule", func(r *entry[schemas.Rejection]) string { return r.e.Rule }),
+	lowCol("layer", func(r *entry[schemas.Rejection]) string { return r.e.Layer }),
+	lowCol("method", func(r *entry[schemas.Rejection]) string { return r.e.Method }),
 	col("path", "String", func(r *entry[schemas.Rejection]) string { return r.e.Path }),
 	col("client", "String", func(r *entry[schemas.Rejection]) string { return r.e.Client }),
 	col("retry_after_ms", "Int64", func(r *entry[schemas.Rejection]) int64 { return r.e.RetryAfterMS }),
@@ -124,7 +141,7 @@ type stored struct {
 }
 
 var reportsTable = table[stored]{"reports", []column[stored]{
-	col("gateway", low, func(r *stored) string { return r.Value.Gateway }),
+	lowCol("gateway", func(r *stored) string { return r.Value.Gateway }),
 	col("boot", "String", func(r *stored) string { return r.Value.Boot }),
 	col("seq", "UInt64", func(r *stored) uint64 { return r.Value.Seq }),
 	col("batch", "String", func(r *stored) string { return r.batch }),
@@ -136,13 +153,13 @@ var reportsTable = table[stored]{"reports", []column[stored]{
 
 var alertsTable = table[schemas.Delivered[*schemas.Alert]]{"alerts", []column[schemas.Delivered[*schemas.Alert]]{
 	col("ts", instant, func(r *schemas.Delivered[*schemas.Alert]) time.Time { return r.Arrived }),
-	col("type", low, func(r *schemas.Delivered[*schemas.Alert]) string { return r.Value.Type }),
-	col("alert", low, func(r *schemas.Delivered[*schemas.Alert]) string { return r.Value.Name }),
-	col("severity", low, func(r *schemas.Delivered[*schemas.Alert]) string { return r.Value.Severity }),
+	lowCol("type", func(r *schemas.Delivered[*schemas.Alert]) string { return r.Value.Type }),
+	lowCol("alert", func(r *schemas.Delivered[*schemas.Alert]) string { return r.Value.Name }),
+	lowCol("severity", func(r *schemas.Delivered[*schemas.Alert]) string { return r.Value.Severity }),
 	col("dedup_key", "String", func(r *schemas.Delivered[*schemas.Alert]) string { return r.Value.DedupKey }),
 	col("tenant", "String", func(r *schemas.Delivered[*schemas.Alert]) string { return r.Value.Tenant }),
-	col("rule", low, func(r *schemas.Delivered[*schemas.Alert]) string { return r.Value.Rule }),
-	col("gateway", low, func(r *schemas.Delivered[*schemas.Alert]) string { return r.Value.Gateway }),
+	lowCol("rule", func(r *schemas.Delivered[*schemas.Alert]) string { return r.Value.Rule }),
+	lowCol("gateway", func(r *schemas.Delivered[*schemas.Alert]) string { return r.Value.Gateway }),
 	col("summary", "String", func(r *schemas.Delivered[*schemas.Alert]) string { return r.Value.Summary }),
 	col("value", "Float64", func(r *schemas.Delivered[*schemas.Alert]) float64 { return r.Value.Value }),
 	col("threshold", "Float64", func(r *schemas.Delivered[*schemas.Alert]) float64 { return r.Value.Threshold }),
