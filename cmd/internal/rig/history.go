@@ -210,34 +210,39 @@ func (r *Rig) Stored() (map[Cell]Outcomes, error) {
 func (r *Rig) Accounts() (map[Life]Account, error) {
 	last := map[Life]uint64{} // report that told of the bucket
 	all := map[Life]Account{}
-	each := func(sql string, use func(l Life, seq, n uint64)) error {
+	each := func(sql string, use func(l Life, seq uint64, n []uint64)) error {
 		rows, err := r.Query(sql)
 		for _, row := range rows {
-			seq, err1 := strconv.ParseUint(row[3], 10, 64)
-			n, err2 := strconv.ParseUint(row[4], 10, 64)
-			if err := errors.Join(err1, err2); err != nil {
-				return err
+			var n []uint64
+			for _, text := range row[3:] {
+				v, err := strconv.ParseUint(text, 10, 64)
+				if err != nil {
+					return err
+				}
+				n = append(n, v)
 			}
-			use(Life{row[0], row[1], row[2]}, seq, n)
+			use(Life{row[0], row[1], row[2]}, n[0], n[1:])
 		}
 		return err
 	}
 	err := each("SELECT gateway, boot, tenant, toString(max(seq)), toString(argMax(cum, (seq, entry))) FROM tokens FINAL WHERE rule = 'contract' GROUP BY gateway, boot, tenant, key, incarnation",
-		func(l Life, seq, n uint64) {
+		func(l Life, seq uint64, n []uint64) {
 			a := all[l]
-			a.Taken += n
+			a.Taken += n[0]
 			all[l], last[l] = a, max(last[l], seq)
 		})
 	if err != nil {
 		return nil, err
 	}
-	return all, each("SELECT gateway, boot, tenant, toString(seq), toString(sum(allowed)) FROM usage FINAL GROUP BY gateway, boot, tenant, seq", func(l Life, seq, n uint64) {
-		a := all[l]
-		if a.Admitted += n; seq > last[l] {
-			a.Late += n
-		}
-		all[l] = a
-	})
+	return all, each("SELECT gateway, boot, tenant, toString(seq), toString(sum(allowed)), toString(sumIf(rejected, layer = 'route')) FROM usage FINAL GROUP BY gateway, boot, tenant, seq",
+		func(l Life, seq uint64, n []uint64) {
+			a := all[l]
+			if a.Admitted += n[0]; seq > last[l] {
+				a.Late += n[0]
+				a.Returned += n[1]
+			}
+			all[l] = a
+		})
 }
 
 // RollUps are what the tables that are sums of usage should have and do not.
@@ -261,7 +266,7 @@ func (r *Rig) RollUps() (wrong []string, err error) {
 
 // Totals are Redis' totals of the contract rule by tenant. A bucket that is full again is forgotten a minute later.
 func (r *Rig) Totals() (map[string]uint64, error) {
-	c, err := rediscounter.New(rediscounter.Config{URL: r.servers.redis})
+	c, err := rediscounter.New(rediscounter.Config{URL: r.servers.redis, Dial: drainWithin, Timeout: drainWithin})
 	if err != nil {
 		return nil, err
 	}

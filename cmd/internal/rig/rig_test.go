@@ -52,22 +52,24 @@ func TestVerdict(t *testing.T) {
 		killed                string
 		lost, doubled, behind uint64
 	}{
-		{Account{4, 0, 4}, 8, "", 0, 0, 0},
-		{Account{4, 0, 4}, 7, "", 1, 0, 0},
-		{Account{4, 0, 4}, 10, "gw1", 0, 2, 0},
-		{Account{4, 0, 4}, 0, "gw1", 8, 0, 0},
-		{Account{4, 2, 3}, 7, "", 1, 0, 0},
-		{Account{4, 2, 3}, 7, "gw2", 1, 0, 0},
-		{Account{4, 2, 3}, 7, "gw1", 0, 0, 1},
-		{Account{4, 2, 2}, 6, "gw1", 0, 0, 2},
-		{Account{4, 2, 1}, 5, "gw1", 1, 0, 3},
-		{Account{4, 2, 3}, 8, "gw1", 0, 1, 1},
-		{Account{4, 0, 5}, 9, "", 0, 1, 0},
-		{Account{4, 0, 5}, 9, "gw1", 0, 0, 0}, // the one without an answer
-		{Account{4, 0, 6}, 10, "gw1", 0, 1, 0},
+		{Account{4, 0, 0, 4}, 8, "", 0, 0, 0},
+		{Account{4, 0, 0, 4}, 7, "", 1, 0, 0},
+		{Account{4, 0, 0, 4}, 10, "gw1", 0, 2, 0},
+		{Account{4, 0, 0, 4}, 0, "gw1", 8, 0, 0},
+		{Account{4, 2, 0, 3}, 7, "", 1, 0, 0},
+		{Account{4, 2, 0, 3}, 7, "gw2", 1, 0, 0},
+		{Account{4, 2, 0, 3}, 7, "gw1", 0, 0, 1},
+		{Account{4, 2, 0, 2}, 6, "gw1", 0, 0, 2},
+		{Account{4, 2, 0, 1}, 5, "gw1", 1, 0, 3},
+		{Account{4, 2, 0, 3}, 8, "gw1", 0, 1, 1},
+		{Account{4, 0, 0, 5}, 9, "", 0, 1, 0},
+		{Account{4, 0, 0, 5}, 9, "gw1", 0, 0, 0}, // the one without an answer
+		{Account{4, 0, 0, 6}, 10, "gw1", 0, 1, 0},
+		{Account{4, 0, 1, 6}, 10, "gw1", 0, 0, 0}, // and one that gave its token back
+		{Account{4, 0, 1, 5}, 9, "", 0, 1, 0},
 	} {
 		var v Verdict
-		v.Redis(oracle, map[Life]Account{{"gw1", "b", "acme"}: tt.account, {"gw2", "b", "acme"}: {4, 0, 4}}, map[string]uint64{"acme": tt.total}, map[string]bool{tt.killed: true})
+		v.Redis(oracle, map[Life]Account{{"gw1", "b", "acme"}: tt.account, {"gw2", "b", "acme"}: {4, 0, 0, 4}}, map[string]uint64{"acme": tt.total}, map[string]bool{tt.killed: true})
 		if v.Lost != tt.lost || v.Doubled != tt.doubled || v.Behind != tt.behind {
 			t.Errorf("%+v: lost %d, doubled %d, behind %d: %q", tt, v.Lost, v.Doubled, v.Behind, v.Lines)
 		}

@@ -65,7 +65,8 @@ type Life struct{ Gateway, Boot, Tenant string }
 type Account struct {
 	Admitted uint64 // requests
 	Late     uint64 // of them, in reports after the last one that tells of the bucket
-	Taken    uint64 // tokens, as that one tells
+	Returned uint64 // requests in those that a later rule refused, so that their tokens were given back
+	Taken    uint64 // tokens, as the last report that tells of the bucket says
 }
 
 // Redis judges Redis' totals of the contract rule by tenant, which count what was admitted: they are the sums of what reports told of
@@ -73,7 +74,8 @@ type Account struct {
 //
 // There is one exception. What the buckets of a gateway gave after their last report dies with it when it is killed, while its
 // requests are on disk and get into the history. It is added to Behind, and is no more than what was counted after that report. The
-// other way round, a request whose tokens were told of and that was cut off before it was counted has no answer.
+// other way round, a request whose tokens were told of was cut off before it was counted, and has no answer, or gave them back after
+// that report, and was counted as refused later.
 func (v *Verdict) Redis(oracle map[Cell]*Entry, accounts map[Life]Account, totals map[string]uint64, killed map[string]bool) {
 	unanswered := map[[2]string]uint64{}
 	for c, e := range oracle {
@@ -89,7 +91,7 @@ func (v *Verdict) Redis(oracle map[Cell]*Entry, accounts map[Life]Account, total
 		if killed[l.Gateway] {
 			v.Behind += lost
 			lost -= min(lost, a.Late)
-			doubled -= min(doubled, unanswered[[2]string{l.Gateway, l.Tenant}])
+			doubled -= min(doubled, a.Returned+unanswered[[2]string{l.Gateway, l.Tenant}])
 		}
 		v.add(lost, doubled, "buckets, %s, tenant %q, boot %s: admitted %d, %d of them after the last report, which tells of %d", l.Gateway, l.Tenant, l.Boot, a.Admitted, a.Late, a.Taken)
 	}
