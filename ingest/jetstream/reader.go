@@ -21,7 +21,7 @@ type Config struct {
 	Stream        string        // (WEIR_USAGE)
 	Name          string        // of the durable consumer; required
 	MaxMessages   int           // of a batch (500 · 2000)
-	MaxBytes      int           // of a batch, and more than the server's max_payload (16 MiB · 64 MiB)
+	MaxBytes      int           // of a batch, of which a Ledger holds two, and more than the server's max_payload (16 MiB · 64 MiB)
 	MaxDelay      time.Duration // a batch waits no longer for more messages (20ms · 1s)
 	AckWait       time.Duration // after this the messages of a reader that has died go to another (10s · 1m)
 	MaxAckPending int           // in the hands of all readers, never below MaxMessages (4 × MaxMessages)
