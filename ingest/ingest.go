@@ -23,7 +23,7 @@ type Config struct {
 	AllEvery       time.Duration // all touched buckets are reported this often (2s)
 	MaxEntries     int           // of one report (500)
 	MaxBytes       int           // of one encoded report, and below the server's max_payload (512 KiB)
-	MaxReports     int           // sealed and not in the stream; past it buckets, and without a Spool counts, merge in memory (64)
+	MaxReports     int           // sealed and not in the stream; past it buckets, and without a Spool counts, add up where they are (64)
 	MaxRejections  int           // samples in each UsageEvery (20)
 	PublishTimeout time.Duration // of one attempt (2s); the first ones of a report get less, see hastyMin
 	RetryMin       time.Duration // wait after a failed attempt, doubling (50ms)
@@ -135,10 +135,10 @@ func NewMetrics(reg prometheus.Registerer) *Metrics {
 // Reporter gathers, seals and sends the usage of one gateway. Count and Reject may be called from any goroutine.
 //
 // Nothing is ever dropped but samples of rejections. While the spool is full, counts merge per (tenant, route, rule,
-// layer, hour), and buckets per incarnation. An entry then costs about 400 bytes besides its text
-// (TestOutageMemoryIsBounded measures it), so an outage of h hours over k live (tenant, route, outcome) takes 400·k·h
-// bytes: 4 MB an hour for 10,000 tenants, and 500 bytes for each bucket touched. A spool on disk takes reports until it
-// is full, and memory does not grow before; MaxReports then bounds only reports of buckets.
+// layer, hour). An entry then costs about 400 bytes besides its text (TestOutageMemoryIsBounded measures it), so an outage
+// of h hours over k live (tenant, route, outcome) takes 400·k·h bytes: 4 MB an hour for 10,000 tenants. A spool on disk
+// takes reports until it is full, and memory does not grow before. Buckets are not asked while MaxReports wait: they add
+// up what they gave.
 type Reporter struct {
 	cfg     Config
 	gateway string
@@ -167,7 +167,6 @@ type Reporter struct {
 	wasMerging int
 	late       bool // a flush waits for the spool; Run's alone
 	full       bool // the spool was, at the last seal
-	ending     bool // what is not sealed now never is
 	refusedAt  time.Time
 }
 
@@ -260,7 +259,6 @@ func (r *Reporter) Run(ctx context.Context) error {
 		}
 	}
 
-	r.ending = true
 	deadline := time.After(r.cfg.DrainTimeout)
 	for end := false; !end; {
 		r.flush(true)
@@ -309,12 +307,21 @@ func (r *Reporter) flush(everything bool) {
 	}
 	// After the requests: what a report has counted, its buckets have given. A killed process then leaves no more untold of its
 	// buckets than it counted after their last report.
-	r.buckets.Collect(r.cfg.Clock(), all, r.pending.addTokens)
-	if all {
-		r.allAt = now
+	if everything || r.takesBuckets() {
+		r.buckets.Collect(r.cfg.Clock(), all, r.pending.addTokens)
+		if all {
+			r.allAt = now
+		}
 	}
 	r.flushedAt = now
 	r.seal()
+}
+
+// takesBuckets says whether what buckets tell can be sealed now and is soon heard. Otherwise it stays with them, and adds up there: what a
+// bucket was like long ago is of no use, and one that has not told what it gave is not let go of, so that no key has two entries.
+func (r *Reporter) takesBuckets() bool {
+	reports, _ := r.spool.Len()
+	return len(r.pending.tokens) == 0 && reports < r.cfg.MaxReports && !r.spool.Full()
 }
 
 // gather takes over what was counted, when it can be sealed now. Otherwise it stays where it is: it merges there, and a
@@ -344,9 +351,7 @@ func (r *Reporter) seal() {
 		r.gather()
 	}
 	r.full = full
-	reports, _ := r.spool.Len()
-	many := reports >= r.cfg.MaxReports && !r.ending
-	if r.pending.len() == 0 || full || many && len(r.pending.usage) == 0 {
+	if r.pending.len() == 0 || full {
 		return
 	}
 	if !r.refusedAt.IsZero() && time.Since(r.refusedAt) < r.cfg.RetryMax {
@@ -358,11 +363,7 @@ func (r *Reporter) seal() {
 	}
 	seq, requests, version, now := r.seq, uint64(0), r.cfg.PolicyVersion(), time.Now().UTC()
 	var err error
-	from := cut{}
-	if many { // what a bucket was like long ago is of no use: buckets merge until the others are through
-		from.tokens = len(r.pending.tokens)
-	}
-	for report, at := r.pending.cut(from, r.cfg.MaxEntries, bytes); report != nil && err == nil; report, at = r.pending.cut(at, r.cfg.MaxEntries, bytes) {
+	for report, at := r.pending.cut(cut{}, r.cfg.MaxEntries, bytes); report != nil && err == nil; report, at = r.pending.cut(at, r.cfg.MaxEntries, bytes) {
 		seq++
 		report.Gateway, report.Boot, report.Seq = r.gateway, r.boot, seq
 		report.PolicyVersion, report.SealedAt = version, now
@@ -387,7 +388,7 @@ func (r *Reporter) seal() {
 	r.m.Spooled.Add(float64(requests))
 	r.seq = seq
 	r.sealed.Store(r.gathered)
-	r.pending.clear(from.tokens > 0)
+	r.pending.clear()
 }
 
 // headerBytes is room for what a message has besides its report.

@@ -9,13 +9,12 @@ import (
 	"github.com/weirhq/weir/schemas"
 )
 
-// pending is what is gathered and not yet sealed: normally for a moment. While the spool is full, buckets and samples
-// merge here, and requests where they are counted.
+// pending is what is gathered and not yet sealed: normally for a moment. While nothing can be sealed, requests and tokens stay where
+// they are counted, and add up there.
 type pending struct {
 	usage      []schemas.Usage
 	usageAt    map[hourKey]int
 	tokens     []schemas.Tokens
-	tokensAt   map[bucketKey]spots
 	rejections []schemas.Rejection
 	generation uint32 // the last one in usage; 0 when there is none
 }
@@ -25,17 +24,8 @@ type hourKey struct {
 	hour int64 // since 1970
 }
 
-type bucketKey struct {
-	rule, key   string
-	incarnation uint32
-}
-
-// spots are the places of a bucket's entries, ordinarily one. There is another where tokens were given back: the first then tells
-// of all that was taken, and the last of what is left of it, which in one entry would be less than was taken.
-type spots struct{ first, last int }
-
 func newPending() pending {
-	return pending{usageAt: map[hourKey]int{}, tokensAt: map[bucketKey]spots{}}
+	return pending{usageAt: map[hourKey]int{}}
 }
 
 func (p *pending) len() int { return len(p.usage) + len(p.tokens) + len(p.rejections) }
@@ -87,30 +77,7 @@ func (p *pending) addUsage(c *cell) {
 func (p *pending) addTokens(t schemas.Tokens) {
 	t.Rule, t.Layer, t.Key, t.Tenant = text(t.Rule), text(t.Layer), text(t.Key), text(t.Tenant)
 	t.Window = max(t.Window, 0)
-	k := bucketKey{t.Rule, t.Key, t.Incarnation}
-	at, ok := p.tokensAt[k]
-	n := len(p.tokens)
-	if !ok {
-		p.tokensAt[k] = spots{n, n}
-		p.tokens = append(p.tokens, t)
-		return
-	}
-	have := p.tokens[at.last]
-	if at.first == at.last && t.Taken == 0 && t.Cum < have.Cum && have.Taken > 0 {
-		p.tokensAt[k] = spots{at.first, n}
-		p.tokens = append(p.tokens, t)
-		return
-	}
-	if at.first != at.last && t.Taken > 0 { // as much as was given back, and t.Taken more
-		first := &p.tokens[at.first]
-		first.Taken, first.Cum = min(first.Taken+t.Taken, schemas.MaxCount), t.Cum
-		t.Taken = 0
-	}
-	t.Taken = min(t.Taken+have.Taken, schemas.MaxCount)
-	t.Refused = min(t.Refused+have.Refused, schemas.MaxCount)
-	t.TokensMin = min(t.TokensMin, have.TokensMin)
-	t.Window += have.Window
-	p.tokens[at.last] = t
+	p.tokens = append(p.tokens, t)
 }
 
 // addRejections keeps at most max samples.
@@ -183,25 +150,17 @@ func (p *pending) cut(from cut, maxEntries, maxBytes int) (*schemas.Report, cut)
 	}, to
 }
 
-// clear forgets all, or all but buckets.
-func (p *pending) clear(keepTokens bool) {
-	was := *p
+// clear forgets all.
+func (p *pending) clear() {
 	if p.len()*8 < cap(p.usage)+cap(p.tokens) && cap(p.usage)+cap(p.tokens) > 4096 { // a peak has passed: let go of its memory
 		*p = newPending()
-	} else {
-		clear(p.usageAt)
-		clear(p.usage)
-		clear(p.rejections)
-		p.usage, p.rejections, p.generation = p.usage[:0], p.rejections[:0], 0
-		if !keepTokens {
-			clear(p.tokensAt)
-			clear(p.tokens)
-			p.tokens = p.tokens[:0]
-		}
+		return
 	}
-	if keepTokens {
-		p.tokens, p.tokensAt = was.tokens, was.tokensAt
-	}
+	clear(p.usageAt)
+	clear(p.usage)
+	clear(p.tokens)
+	clear(p.rejections)
+	p.usage, p.tokens, p.rejections, p.generation = p.usage[:0], p.tokens[:0], p.rejections[:0], 0
 }
 
 // text is s as a report may carry it: valid UTF-8 of at most schemas.MaxTextBytes.
