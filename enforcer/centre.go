@@ -13,7 +13,7 @@ import (
 // The rungs of the degradation ladder, as Mode names them.
 const (
 	Synced   = "synced"   // the centre was heard from lately
-	Stale    = "stale"    // it was not, and its shares still hold
+	Stale    = "stale"    // it was not, or is without its store; its shares still hold
 	Isolated = "isolated" // its shares hold no longer: every key has limit × the weight that the centre told last
 	Floor    = "floor"    // nor does the weight, or there is none: every key has limit/fleet, or limit × weight if that is less
 	Local    = "local"    // no rule is shared with other gateways
@@ -76,7 +76,8 @@ func (e *Enforcer) part(rung string) (num, den uint64) {
 }
 
 // Apply takes a throttle update. Any update, even an empty one, makes the shares hold for its time to live, and its count of
-// gateways is what keys without a share divide by; its weight is kept for when no more updates come. A share of a version not above the one held for its key, of a rule that is
+// gateways is what keys without a share divide by; its weight is kept for when no more updates come. Frozen, it does not make up for
+// one of a centre that has its store: the mode becomes stale, and after a time to live on_store_loss acts. A share of a version not above the one held for its key, of a rule that is
 // not shared, or of another limit than the policy states is ignored, and so is every update of an older epoch than one before.
 func (e *Enforcer) Apply(u Update) {
 	e.mu.Lock()
@@ -90,12 +91,13 @@ func (e *Enforcer) Apply(u Update) {
 	if ttl <= 0 {
 		ttl = e.cfg.ShareTTL
 	}
-	e.heard.Store(now)
 	ttl = min(ttl, time.Duration(math.MaxInt64-max(now, 0)))
 	e.freshUntil.Store(now + int64(ttl))
 	if u.Frozen {
 		e.grantsUntil.Store(min(e.grantsUntil.Load(), now))
 	} else {
+		e.heard.Store(now)
+		e.storeUntil.Store(now + int64(ttl))
 		e.grantsUntil.Store(now + int64(ttl/2))
 	}
 	v := e.view.Load()

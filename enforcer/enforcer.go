@@ -51,7 +51,7 @@ const (
 	ReasonDenied           // the rule's limit admits nothing
 	ReasonCost             // the cost is above what the rule's bucket holds when full, or negative
 	ReasonNoPolicy         // there is no policy yet
-	ReasonStoreLoss        // the centre is silent, and the rule admits nothing without it
+	ReasonStoreLoss        // the centre is silent or without its store, and the rule admits nothing without them
 )
 
 // String is the reason in a word, empty for none.
@@ -71,6 +71,8 @@ type Decision struct {
 	Allowed     bool
 	Reason      Reason        // why not
 	N           uint8         // how many rules Standing can tell of
+	lost        bool          // the store was, when it was made: what a rule's on_store_loss says counted
+	fell        bool          // see FellBack
 	Rule, Layer string        // that refused; empty when allowed
 	RetryIn     time.Duration // 0 when allowed; else the shortest wait after which that rule would admit the same; bucket.Never if none
 	Remaining   int64         // tokens left in that rule's bucket; when allowed, in the one that has fewest
@@ -117,7 +119,8 @@ type Enforcer struct {
 	view        atomic.Pointer[view]
 	freshUntil  atomic.Int64 // shares hold until then …
 	grantsUntil atomic.Int64 // … and those that live by grants until then
-	heard       atomic.Int64 // instant of the last update
+	storeUntil  atomic.Int64 // … and on_store_loss acts after that: what a centre without its store says does not move it
+	heard       atomic.Int64 // instant of the last update of a centre that has its store
 
 	began int64 // by the clock
 
@@ -158,6 +161,7 @@ func New(cfg Config) *Enforcer {
 	}
 	e.freshUntil.Store(math.MinInt64)
 	e.grantsUntil.Store(math.MinInt64)
+	e.storeUntil.Store(math.MinInt64)
 	e.heard.Store(math.MinInt64)
 	for i := range e.shards {
 		e.shards[i].seg.Store(newSegment(1))
@@ -223,23 +227,27 @@ func (e *Enforcer) check(now int64, q *Request, d *Decision) {
 		return
 	}
 	d.view, d.Allowed, d.Remaining = v, true, math.MaxInt64
+	d.lost = v.lossy && now > e.storeUntil.Load() // once: it may be found while this goes on
 	a := asking{q: q, d: d, now: now}
 	for r := v.first; r != nil; r = r.next { // checks, in fewer instructions
 		if r.special {
 			if !r.applies(a.q.Route) {
 				continue
 			}
-			if r.onLoss != limits.LossLocal && a.now > e.freshUntil.Load() {
+			if r.onLoss != limits.LossLocal && a.d.lost {
 				if r.onLoss == limits.LossAllow {
 					continue
 				}
-				a.d.lost(r)
+				a.d.deny(r)
 				e.putBack(v, &a, r.nth)
 				return
 			}
-			if r.strict && r.open(e, r.nth, a.now, a.q.Cost) {
-				a.d.asks |= 1 << r.nth
-				continue
+			if r.strict && a.q.Cost > 0 {
+				if r.open(e, a.now) {
+					a.d.asks |= 1 << r.nth
+					continue
+				}
+				a.d.fell = true
 			}
 		}
 		ok := false
@@ -258,8 +266,8 @@ func (e *Enforcer) check(now int64, q *Request, d *Decision) {
 	}
 }
 
-// lost refuses for a rule that admits nothing while the centre is silent.
-func (d *Decision) lost(r *rule) {
+// deny refuses for a rule that admits nothing while the store is lost.
+func (d *Decision) deny(r *rule) {
 	d.Allowed, d.Rule, d.Layer, d.Reason, d.RetryIn = false, r.src.Name, r.layer, ReasonStoreLoss, time.Second
 	d.Remaining = 0
 }
@@ -296,7 +304,7 @@ func (e *Enforcer) putBack(v *view, a *asking, n int) {
 func (e *Enforcer) putBackTo(v *view, a *asking, r *rule) {
 	switch {
 	case a.q.Cost <= 0:
-	case !r.applies(a.q.Route) || r.onLoss == limits.LossAllow && a.now > e.freshUntil.Load(): // it was not asked
+	case !r.applies(a.q.Route) || r.onLoss == limits.LossAllow && a.d.lost: // it was not asked
 	case r.pool == nil:
 		e.put(v, r, a.q, a.now)
 	case a.credit.stripe != 0 && r.place == a.from:

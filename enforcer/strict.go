@@ -15,6 +15,10 @@ type Taker func(ctx context.Context, q schemas.TakeRequest) (schemas.TakeReply, 
 // It is only so with Config.Ask.
 func (d *Decision) Asks() bool { return d.asks != 0 }
 
+// FellBack says whether this gateway's part of the limit decided for a rule that is kept strictly: the centre gave no answer in time,
+// or was not asked because it is silent or without its store.
+func (d *Decision) FellBack() bool { return d.fell }
+
 // Settle makes a decision that Check left open, by asking the centre for each rule that is kept strictly. Where it does not answer,
 // this gateway's part of the limit decides. What other rules gave to a request that is refused in the end is put back.
 func (e *Enforcer) Settle(ctx context.Context, now int64, q *Request, d Decision, take Taker) Decision {
@@ -30,6 +34,7 @@ func (e *Enforcer) Settle(ctx context.Context, now int64, q *Request, d Decision
 		reply, err := take(ctx, ask)
 		switch {
 		case err != nil:
+			d.fell = d.fell || ctx.Err() == nil // else nobody waits for the answer any more
 			if !e.takeHere(v, r, q, now, &d) {
 				e.unsettle(ctx, v, i, taken, q, now, &d, take)
 				return d
@@ -102,14 +107,12 @@ func (e *Enforcer) unsettle(ctx context.Context, v *view, refused int, taken uin
 			back.Cost = -back.Cost
 			_, _ = take(ctx, back) // unanswered, it may be lost to the limit
 		default:
-			e.putBackTo(v, &asking{q: q, now: now}, r)
+			e.putBackTo(v, &asking{q: q, d: d, now: now}, r)
 		}
 	}
 	d.asks = 0
 	d.Remaining = max(d.Remaining, 0)
 }
 
-// open says whether the centre is to be asked for the rule's tokens.
-func (r *rule) open(e *Enforcer, i int, now, cost int64) bool {
-	return r.strict && cost > 0 && i < 64 && now <= e.freshUntil.Load()
-}
+// open says whether the centre can be asked for the rule's tokens. Decision.asks has room for 64 rules.
+func (r *rule) open(e *Enforcer, now int64) bool { return r.nth < 64 && now <= e.storeUntil.Load() }

@@ -149,6 +149,155 @@ func TestOnStoreLoss(t *testing.T) {
 	}
 }
 
+// TestOnStoreLossActsWhereTheCentreHasNoStore: a centre without Redis goes on speaking, and what it says keeps shares up, but it is no
+// store.
+func TestOnStoreLossActsWhereTheCentreHasNoStore(t *testing.T) {
+	const ms = int64(time.Millisecond)
+	for loss, want := range map[limits.StoreLoss][2]string{
+		limits.LossLocal: {"5 admitted, limit", "5 admitted, limit"}, limits.LossDeny: {"5 admitted, limit", "0 admitted, store-loss"}, limits.LossAllow: {"5 admitted, limit", "20 admitted"},
+	} {
+		var now int64
+		p := strictPolicy(t)
+		p.Rules = p.Rules[1:2]
+		p.Rules[0].Consistency, p.Rules[0].OnStoreLoss = limits.Shared, loss
+		e := enforcer.New(enforcer.Config{Stripes: 1, StaleAfter: 750 * time.Millisecond, Clock: func() int64 { return now }})
+		e.SetPolicy(p)
+		ask := func(tenant, want string) {
+			t.Helper()
+			admitted, reason := 0, ""
+			for range 20 {
+				if d := e.Check(now, &enforcer.Request{Tenant: tenant, Cost: 1}); d.Allowed {
+					admitted++
+				} else {
+					reason = ", " + d.Reason.String()
+				}
+			}
+			if got := fmt.Sprint(admitted, " admitted", reason); got != want {
+				t.Errorf("on_store_loss %v, tenant %s after %d ms: %s, want %s", loss, tenant, now/ms, got, want)
+			}
+		}
+		mode := func(want string) {
+			t.Helper()
+			if got := e.Mode(); got != want {
+				t.Errorf("on_store_loss %v after %d ms: mode %s, want %s", loss, now/ms, got, want)
+			}
+		}
+		say := func(frozen bool) {
+			e.Apply(enforcer.Update{Gateways: 2, TTL: 3 * time.Second, Frozen: frozen})
+		}
+		say(false)
+		for ; now <= 20_000*ms; now += 250 * ms {
+			switch say(now > 0); now / ms {
+			case 750:
+				mode(enforcer.Synced)
+			case 1000:
+				mode(enforcer.Stale)
+			case 3000:
+				ask("a", want[0])
+			case 3250:
+				ask("b", want[1])
+			case 20_000:
+				ask("c", want[1])
+				mode(enforcer.Stale)
+			}
+		}
+		say(false)
+		ask("d", want[0])
+		mode(enforcer.Synced)
+	}
+}
+
+// TestWhatWasNotTakenIsNotPutBack: whether the store was lost is asked once for each request, which may be long.
+func TestWhatWasNotTakenIsNotPutBack(t *testing.T) {
+	var now int64
+	p := strictPolicy(t)
+	one := p.Rules[2]
+	one.Name, one.Key, one.Fixed.Burst = "one", []limits.Dimension{{Kind: limits.ByHeader, Header: "X-One"}}, 1
+	p.Rules = []limits.Rule{p.Rules[0], p.Rules[1], one}
+	p.Rules[0].Consistency, p.Rules[0].OnStoreLoss = limits.Shared, limits.LossAllow
+	e := enforcer.New(enforcer.Config{Stripes: 1, Ask: true, Clock: func() int64 { return now }})
+	e.SetPolicy(p)
+	found := func() { e.Apply(enforcer.Update{Gateways: 1, TTL: time.Minute}) }
+	left := func(step string, want int64) {
+		t.Helper()
+		d := e.Check(now, &enforcer.Request{Tenant: "a"})
+		if got := d.Standing(0); got.Rule.Name != "first" || got.Remaining != want {
+			t.Errorf("%s: %d left of %s, want %d of first", step, got.Remaining, got.Rule.Name, want)
+		}
+	}
+	answer := schemas.TakeReply{Allowed: true}
+	take := func(context.Context, schemas.TakeRequest) (schemas.TakeReply, error) {
+		now += int64(2 * time.Minute) // more than shares hold
+		return answer, nil
+	}
+	request := func(one string, during func()) enforcer.Decision {
+		q := enforcer.Request{Tenant: "a", Cost: 1, Header: func(string) string { during(); return one }}
+		d := e.Check(now, &q)
+		if d.Asks() {
+			d = e.Settle(t.Context(), now, &q, d, take)
+		}
+		return d
+	}
+	found()
+	request("x", func() {})
+	found()
+	request("y", func() {})
+	now += int64(2 * time.Minute)
+	found()
+	left("two were admitted", 3)
+
+	now += int64(2 * time.Minute)
+	if d := request("x", found); d.Allowed || d.Rule != "one" {
+		t.Fatalf("%+v, want a refusal by one", d)
+	}
+	left("the store came back while one was asked", 3)
+
+	answer.Allowed = false
+	if d := request("z", func() {}); d.Allowed || d.Rule != "all" {
+		t.Fatalf("%+v, want a refusal by all", d)
+	}
+	found()
+	left("the store was lost while all was asked", 3)
+}
+
+func TestStrictSaysThatItFellBack(t *testing.T) {
+	var now int64
+	e := enforcer.New(enforcer.Config{Stripes: 1, Ask: true, Clock: func() int64 { return now }})
+	e.SetPolicy(strictPolicy(t))
+	say := func(frozen bool) { e.Apply(enforcer.Update{Gateways: 1, TTL: time.Minute, Frozen: frozen}) }
+	say(false)
+	gone, leave := context.WithCancel(t.Context())
+	leave()
+	for _, step := range []struct {
+		what string
+		ctx  context.Context
+		err  error
+		wait time.Duration
+		want bool
+	}{
+		{"an answer", t.Context(), nil, 0, false},
+		{"none", t.Context(), context.DeadlineExceeded, 0, true},
+		{"none, and nobody waits for it", gone, context.Canceled, 0, false},
+		{"a centre that has been without its store", t.Context(), nil, 2 * time.Minute, true},
+	} {
+		now += int64(step.wait)
+		say(step.wait > 0)
+		q := enforcer.Request{Tenant: step.what, Cost: 1}
+		d := e.Check(now, &q)
+		if asks := step.wait == 0; d.Asks() != asks {
+			t.Errorf("%s: the centre is to be asked: %v, want %v", step.what, d.Asks(), asks)
+		}
+		if d.Asks() {
+			d = e.Settle(step.ctx, now, &q, d, func(context.Context, schemas.TakeRequest) (schemas.TakeReply, error) {
+				return schemas.TakeReply{Allowed: true}, step.err
+			})
+		}
+		if !d.Allowed || d.FellBack() != step.want {
+			t.Errorf("%s: allowed %v, fell back %v, want true, %v", step.what, d.Allowed, d.FellBack(), step.want)
+		}
+	}
+}
+
 // TestGrants: a grant is taken once, whatever becomes of the message, and only by the bucket that it was meant for.
 func TestGrants(t *testing.T) {
 	var now int64

@@ -86,6 +86,7 @@ type view struct {
 	byID    []*rule // nil for a rule of an earlier policy
 	known   []*rule // the same, with the last form of rules that are gone
 	shared  bool    // some rule is kept together with other gateways
+	lossy   bool    // some rule of checks has an on_store_loss other than local
 
 	prev atomic.Pointer[view] // for the limits that slots of the last generation are counted in
 
@@ -174,6 +175,7 @@ func (e *Enforcer) compile(p *limits.Policy, prev *view, now int64) *view {
 			v.shadows = append(v.shadows, r)
 		} else {
 			r.nth = len(v.checks)
+			v.lossy = v.lossy || r.onLoss != limits.LossLocal
 			v.checks = append(v.checks, r)
 			*last, last = r, &r.next
 		}

@@ -68,7 +68,7 @@ const (
 // String is the consistency's word in policy files, metrics and tables.
 func (c Consistency) String() string { return word(consistencyWords, int(c)) }
 
-// StoreLoss says what a rule does on a gateway that has not heard from the centre for so long that its shares no longer hold.
+// StoreLoss says what a rule does on a gateway that has not heard, for as long as shares hold, from a centre that has its store.
 type StoreLoss uint8
 
 // What a rule may do then.

@@ -86,7 +86,7 @@ func NewMetrics(reg prometheus.Registerer) *Metrics {
 			Help: "Throttle updates that gateways received from the centre."}, []string{"kind"}),
 		Asked: prometheus.NewCounter(prometheus.CounterOpts{Name: "weir_throttle_snapshots_asked_total",
 			Help: "Requests of gateways for all their shares: at start, after each reconnect and now and then."}),
-		Degraded: prometheus.NewGauge(prometheus.GaugeOpts{Name: "weir_throttle_degraded", Help: "Gateways that do not hear the centre."}),
+		Degraded: prometheus.NewGauge(prometheus.GaugeOpts{Name: "weir_throttle_degraded", Help: "Gateways that do not hear the centre, or hear one that is without Redis."}),
 	}
 	for _, kind := range []string{"update", "snapshot", "malformed"} {
 		m.Updates.WithLabelValues(kind)
@@ -339,7 +339,7 @@ func (l *modeLog) see(s Status) bool {
 	}
 	switch {
 	case s.Mode == enforcer.Stale:
-		l.log.Warn("throttling with the last shares: the centre is not heard", "mode", s.Mode)
+		l.log.Warn("throttling with the last shares: the centre is not heard, or is without Redis", "mode", s.Mode)
 	case enforcer.Alone(s.Mode) && first:
 		l.log.Error("throttling without the centre: this gateway keeps to its own part of each limit", "mode", s.Mode)
 	case enforcer.Alone(s.Mode):
