@@ -26,8 +26,8 @@ const forever = 24 * 60 * 60
 const maxInteger = 999_999_999_999_999
 
 // appendPolicy appends the item of RateLimit-Policy: a burst (q) and the time in which it comes back (w), in whole seconds
-// rounded up, so that a caller who keeps to q per w keeps to the limit. A gateway
-// that has lost the centre says so, because it may then admit less than the fleet as a whole would.
+// rounded up, so that a caller who keeps to q per w keeps to the limit. A gateway that has lost the centre, or a centre that has lost
+// its store, says so, because it may then admit less than the fleet as a whole would.
 func appendPolicy(dst []byte, rule string, l bucket.Limit, mode string) []byte {
 	dst = append(dst, '"')
 	dst = append(dst, rule...)

@@ -53,6 +53,7 @@ type Metrics struct {
 	Seconds   prometheus.Observer      // of a decision, sampled
 	Remaining *prometheus.HistogramVec // rule: what is left of the burst after a decision, sampled
 	Upstream  *prometheus.CounterVec   // reason: refused, timeout, reset, other
+	Fallback  prometheus.Counter       // requests that strict rules decided without the centre
 }
 
 // sampleEvery is how many requests share one observation of a histogram.
@@ -77,7 +78,9 @@ func NewMetrics(reg prometheus.Registerer) *Metrics {
 	for _, reason := range []string{failedRefused, failedTimeout, failedReset, failedOther} {
 		m.Upstream.WithLabelValues(reason)
 	}
-	reg.MustRegister(m.Decisions, seconds, m.Remaining, m.Upstream)
+	m.Fallback = prometheus.NewCounter(prometheus.CounterOpts{Name: "weir_strict_fallback_total",
+		Help: "Requests for which a rule of consistency strict was decided by the gateway's own part of the limit: the centre gave no answer in time, or was silent or without Redis."})
+	reg.MustRegister(m.Decisions, seconds, m.Remaining, m.Upstream, m.Fallback)
 	return m
 }
 
@@ -91,6 +94,7 @@ type Guard struct {
 	log      *slog.Logger
 
 	allowed, invalid prometheus.Counter
+	fallbacks        *recurring
 	current          atomic.Pointer[compiled]
 	calls            sync.Pool // of *call
 }
@@ -111,6 +115,13 @@ func New(cfg Config, checker Checker, policy func() *limits.Policy, recorder Rec
 	}
 	g := &Guard{cfg: cfg, checker: checker, policy: policy, recorder: recorder, m: m, log: log,
 		allowed: m.Decisions.WithLabelValues("", "", "allowed"), invalid: m.Decisions.WithLabelValues("", "", "invalid")}
+	g.fallbacks = &recurring{every: time.Minute, tell: func(requests int, _ error) {
+		if requests == 0 {
+			log.Warn("the centre was not asked in time about a request of a strict rule: this gateway's part of the limit decides")
+			return
+		}
+		log.Warn("the centre was not asked in time about requests of strict rules: this gateway's part of the limit decided", "requests", requests, "for", time.Minute)
+	}}
 	g.calls.New = func() any { return newCall() }
 	return g
 }
@@ -331,6 +342,10 @@ func (g *Guard) admit(w http.ResponseWriter, r *http.Request, method, target str
 	if d.Asks() {
 		d = g.cfg.Settle(r.Context(), g.cfg.Clock(), q, d)
 	}
+	if d.FellBack() {
+		g.m.Fallback.Inc()
+		g.fallbacks.note(nil)
+	}
 	if sampled {
 		g.sample(cc, &d, now)
 	}
@@ -445,6 +460,9 @@ func (g *Guard) refuse(w http.ResponseWriter, r *http.Request, cc *compiled, c *
 	}
 	c.set(w.Header(), rule.Name, whole, d.Remaining, retrySeconds(wait), g.cfg.Mode())
 	p := refusal(rule, whole, wait)
+	if d.Reason == enforcer.ReasonStoreLoss {
+		p = outage(rule, wait)
+	}
 	answer(w, r, p, deny)
 	return p
 }

@@ -1,6 +1,8 @@
 package httpguard
 
 import (
+	"bytes"
+	"context"
 	"encoding/json"
 	"fmt"
 	"io"
@@ -14,6 +16,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"testing/synctest"
 	"time"
 	"unicode/utf8"
 
@@ -672,6 +675,93 @@ func TestADegradedGatewaySaysSo(t *testing.T) {
 			t.Errorf("mode %s: RateLimit-Policy %s, want %s", m, got, want)
 		}
 	}
+}
+
+// TestAnOutageIsNotTheCallersFault: a rule that denies while the store is lost says so, and one that allows leaves the guard alone to
+// tell of.
+func TestAnOutageIsNotTheCallersFault(t *testing.T) {
+	lost := func(loss string) (r *rig, h http.Handler) {
+		r = newRig(t, policy("", "", "  - {name: per-ip, layer: contract, key: [ip], rate: 1/s, burst: 5, on_store_loss: "+loss+"}"))
+		r.cfg.Mode = r.enforcer.Mode
+		h = r.Wrap(&upstream{})
+		r.enforcer.Apply(schemas.ThrottleUpdate{Gateways: 1, TTL: 3 * time.Second})
+		for range 2 {
+			if w := do(h, "GET", "/", header("X-App-Key", "acme")); w.Code != 200 {
+				t.Fatalf("%s, with the store: %d, want 200", loss, w.Code)
+			}
+			r.wait(2 * time.Second)
+			r.enforcer.Apply(schemas.ThrottleUpdate{Gateways: 1, TTL: 3 * time.Second, Frozen: true})
+		}
+		return r, h
+	}
+	r, h := lost("deny")
+	w := do(h, "GET", "/", header("X-App-Key", "acme"))
+	p := problemOf(t, w.Body.String())
+	want := problem{Type: reducedCapacity, Title: "Temporarily reduced capacity", Status: 503, RetryAfterMS: 1000, Instance: p.Instance,
+		Detail: "The limit of your address cannot be counted: the gateways of this service have lost the store that they share it by, and admit nothing under it meanwhile. " +
+			"It is not used up. Try again in 1 second."}
+	if w.Code != 503 || w.Header().Get("Retry-After") != "1" || fmt.Sprint(p) != fmt.Sprint(want) {
+		t.Errorf("deny: %d %v\n%+v\nwant 503, Retry-After 1 and\n%+v", w.Code, w.Header(), p, want)
+	}
+	if got, want := w.Header().Get("RateLimit-Policy"), `"per-ip";q=5;w=5;weir-mode="stale"`; got != want {
+		t.Errorf("deny: RateLimit-Policy %s, want %s", got, want)
+	}
+	if n := r.rec.count("acme/other/per-ip/contract"); n != 1 {
+		t.Errorf("deny: %d counted as refused by the rule, want 1", n)
+	}
+	_, h = lost("allow")
+	for range 10 { // more than the burst
+		w = do(h, "GET", "/", header("X-App-Key", "acme"))
+		if got, want := w.Header().Get("RateLimit-Policy"), `"contract";q=160;w=2;weir-mode="stale"`; w.Code != 200 || got != want {
+			t.Errorf("allow: %d, RateLimit-Policy %s, want 200, %s: what was not asked is not told of", w.Code, got, want)
+		}
+	}
+}
+
+// TestStrictRulesThatFallBackAreCounted, and told of once, then summarised.
+func TestStrictRulesThatFallBackAreCounted(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var out bytes.Buffer
+		m := NewMetrics(prometheus.NewRegistry())
+		e := enforcer.New(enforcer.Config{Ask: true})
+		e.SetPolicy(parse(t, policy("", "", "  - {name: exact, layer: contract, key: [ip], rate: 1000/s, burst: 1000, consistency: strict}")))
+		e.Apply(schemas.ThrottleUpdate{Gateways: 1, TTL: time.Hour})
+		var missing error
+		g := New(Config{Settle: func(ctx context.Context, now int64, q *enforcer.Request, d enforcer.Decision) enforcer.Decision {
+			return e.Settle(ctx, now, q, d, func(context.Context, schemas.TakeRequest) (schemas.TakeReply, error) {
+				return schemas.TakeReply{Allowed: true}, missing
+			})
+		}}, e, e.Policy, &record{}, m, slog.New(slog.NewTextHandler(&out, nil)))
+		h := g.Wrap(&upstream{})
+		step := func(what string, requests int, counted float64, lines int, has string) {
+			t.Helper()
+			for range requests {
+				if w := do(h, "GET", "/"); w.Code != 200 {
+					t.Errorf("%s: %d, want 200", what, w.Code)
+				}
+			}
+			if n := testutil.ToFloat64(m.Fallback); n != counted {
+				t.Errorf("%s: weir_strict_fallback_total %v, want %v", what, n, counted)
+			}
+			g.fallbacks.mu.Lock()
+			defer g.fallbacks.mu.Unlock()
+			if s := out.String(); strings.Count(s, "\n") != lines || !strings.Contains(s, has) {
+				t.Errorf("%s: told %q, want %d lines with %q", what, s, lines, has)
+			}
+			out.Reset()
+		}
+		step("answered", 3, 0, 0, "")
+		missing = context.DeadlineExceeded
+		step("not answered", 3, 3, 1, "level=WARN")
+		time.Sleep(time.Minute + 1)
+		synctest.Wait()
+		step("a minute later", 0, 3, 1, "requests=2")
+		time.Sleep(time.Minute)
+		synctest.Wait()
+		step("two minutes later", 1, 4, 1, "level=WARN")
+		time.Sleep(2 * time.Minute)
+		synctest.Wait()
+	})
 }
 
 func TestAShareOfNothingIsNoLimitOfNothing(t *testing.T) {

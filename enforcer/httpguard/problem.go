@@ -93,6 +93,19 @@ func refusal(rule *limits.Rule, l bucket.Limit, wait time.Duration) *problem {
 	return p
 }
 
+// outage is the answer to a request that rule refused because it cannot be counted now. The caller has used up nothing.
+func outage(rule *limits.Rule, wait time.Duration) *problem {
+	return &problem{
+		Type:   reducedCapacity,
+		Title:  "Temporarily reduced capacity",
+		Status: http.StatusServiceUnavailable,
+		Detail: fmt.Sprintf("%s cannot be counted: the gateways of this service have lost the store that they share it by, and admit nothing under it meanwhile. "+
+			"It is not used up. Try again in %s.", whose(rule), waitWords(retrySeconds(wait))),
+		RetryAfterMS: retryMillis(wait),
+		Instance:     newInstance(),
+	}
+}
+
 // whose names a rule's limit as the caller knows it.
 func whose(rule *limits.Rule) string {
 	if rule.Layer == limits.LayerGuard {

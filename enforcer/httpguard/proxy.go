@@ -46,7 +46,7 @@ func Proxy(upstream *url.URL, cfg ProxyConfig, policy func() *limits.Policy, log
 	if cfg.Metrics == nil {
 		cfg.Metrics = NewMetrics(prometheus.NewRegistry())
 	}
-	failures := &failures{upstream: upstream.Redacted(), every: cfg.LogEvery, log: log, errors: cfg.Metrics.Upstream}
+	failures := newFailures(upstream.Redacted(), cfg.LogEvery, log, cfg.Metrics.Upstream)
 	dialer := &net.Dialer{Timeout: cfg.DialTimeout}
 	proxy := &httputil.ReverseProxy{
 		Rewrite: func(r *httputil.ProxyRequest) {
@@ -147,12 +147,35 @@ func failure(err error) string {
 	return failedOther
 }
 
-// failures tells of requests that the upstream did not answer: the first one at once, then how many there were every so often.
+// failures tells of requests that the upstream did not answer.
 type failures struct {
-	upstream string
-	every    time.Duration
-	log      *slog.Logger
-	errors   *prometheus.CounterVec
+	recurring
+	log    *slog.Logger
+	errors *prometheus.CounterVec
+}
+
+func newFailures(upstream string, every time.Duration, log *slog.Logger, errors *prometheus.CounterVec) *failures {
+	return &failures{log: log, errors: errors, recurring: recurring{every: every, tell: func(requests int, err error) {
+		if requests == 0 {
+			log.Error("the upstream does not answer", "upstream", upstream, "reason", failure(err), "err", err)
+			return
+		}
+		log.Error("the upstream does not answer", "upstream", upstream, "requests", requests, "for", every, "reason", failure(err), "err", err)
+	}}}
+}
+
+// note counts a failure and returns its reason.
+func (f *failures) note(err error) string {
+	reason := failure(err)
+	f.errors.WithLabelValues(reason).Inc()
+	f.recurring.note(err)
+	return reason
+}
+
+// recurring tells of what may happen with every request: the first time at once, then how many times more every so often.
+type recurring struct {
+	every time.Duration
+	tell  func(times int, last error) // times is 0 for the first, which has just happened
 
 	mu     sync.Mutex // all below
 	quiet  bool       // one was told lately
@@ -160,34 +183,30 @@ type failures struct {
 	last   error // of those
 }
 
-// note counts a failure and returns its reason.
-func (f *failures) note(err error) string {
-	reason := failure(err)
-	f.errors.WithLabelValues(reason).Inc()
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	f.untold++
-	f.last = err
-	if !f.quiet {
-		f.quiet = true
-		f.log.Error("the upstream does not answer", "upstream", f.upstream, "reason", reason, "err", err)
-		f.untold = 0
-		time.AfterFunc(f.every, f.summarise)
+func (r *recurring) note(err error) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.quiet {
+		r.untold++
+		r.last = err
+		return
 	}
-	return reason
+	r.quiet = true
+	r.tell(0, err)
+	time.AfterFunc(r.every, r.summarise)
 }
 
 // summarise tells what came since, and comes again until nothing did.
-func (f *failures) summarise() {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	if f.untold == 0 {
-		f.quiet = false
+func (r *recurring) summarise() {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.untold == 0 {
+		r.quiet = false
 		return
 	}
-	f.log.Error("the upstream does not answer", "upstream", f.upstream, "requests", f.untold, "for", f.every, "reason", failure(f.last), "err", f.last)
-	f.untold = 0
-	time.AfterFunc(f.every, f.summarise)
+	r.tell(r.untold, r.last)
+	r.untold = 0
+	time.AfterFunc(r.every, r.summarise)
 }
 
 // buffers lends the proxy its copy buffers.

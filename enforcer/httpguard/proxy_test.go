@@ -207,7 +207,7 @@ func TestUpstreamFailuresAreCountedByReason(t *testing.T) {
 func TestUpstreamFailuresAreToldOnceThenSummarised(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var out bytes.Buffer
-		f := &failures{upstream: "http://u", every: time.Minute, log: slog.New(slog.NewTextHandler(&out, nil)), errors: NewMetrics(prometheus.NewRegistry()).Upstream}
+		f := newFailures("http://u", time.Minute, slog.New(slog.NewTextHandler(&out, nil)), NewMetrics(prometheus.NewRegistry()).Upstream)
 		told := func() string {
 			f.mu.Lock()
 			defer f.mu.Unlock()

@@ -33,7 +33,7 @@ func TestMetricsOfTheContract(t *testing.T) {
 		labels[f.GetName()] = strings.Join(names, ",")
 	}
 	for name, want := range map[string]string{
-		"weir_decisions_total": "decision,layer,rule", "weir_decision_seconds": "", "weir_tokens_remaining_ratio": "rule", "weir_upstream_errors_total": "reason",
+		"weir_decisions_total": "decision,layer,rule", "weir_decision_seconds": "", "weir_tokens_remaining_ratio": "rule", "weir_upstream_errors_total": "reason", "weir_strict_fallback_total": "",
 		"weir_usage_units_total": "stage", "weir_degraded": "part", "weir_clock_offset_seconds": "gateway",
 		"weir_consumer_lag_seconds": "consumer", "weir_alerts_firing": "alert", "weir_policy_version": "", "weir_build_info": "go,version",
 		"weir_overshoot_ratio": "rule",
