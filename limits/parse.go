@@ -100,14 +100,15 @@ func (l limitText) over(base limitText) limitText {
 
 // ruleText is a rule as the file has it.
 type ruleText struct {
-	rule       Rule
-	place      place
-	keyPlace   place
-	routesAt   []place // of each of rule.Routes
-	limit      limitText
-	limitPlace place // of the key limit; its zero value when there is none
-	hasLayer   bool  // a valid one
-	hasKey     bool  // a valid one
+	rule                        Rule
+	place                       place
+	keyPlace                    place
+	routesAt                    []place // of each of rule.Routes
+	limit                       limitText
+	limitPlace                  place // of the key limit; its zero value when there is none
+	consistencyPlace, lossPlace place // of the keys consistency and on_store_loss
+	hasLayer                    bool  // a valid one
+	hasKey                      bool  // a valid one
 }
 
 func build(sources []source) (*Policy, error) {
@@ -134,6 +135,10 @@ func build(sources []source) (*Policy, error) {
 
 func (b *builder) fail(at place, format string, args ...any) {
 	b.errs = append(b.errs, &Error{File: at.file, Line: at.line, Field: at.field, Msg: fmt.Sprintf(format, args...)})
+}
+
+func (b *builder) warn(format string, args ...any) {
+	b.policy.warnings = append(b.policy.warnings, fmt.Sprintf(format, args...))
 }
 
 // joined is all mistakes in the order of files and lines.
@@ -510,10 +515,12 @@ func (b *builder) rule(at place, n *yaml.Node) {
 	fields["consistency"] = func(at place, n *yaml.Node) {
 		i, _ := b.choice(at, n, consistencyWords)
 		r.rule.Consistency = Consistency(i)
+		r.consistencyPlace = at
 	}
 	fields["on_store_loss"] = func(at place, n *yaml.Node) {
 		i, _ := b.choice(at, n, storeLossWords)
 		r.rule.OnStoreLoss = StoreLoss(i)
+		r.lossPlace = at
 	}
 	b.fields(at, n, fields)
 	if n.Kind != yaml.MappingNode {
@@ -524,6 +531,7 @@ func (b *builder) rule(at place, n *yaml.Node) {
 		b.need(at, "key")
 	}
 	b.ruleLimit(&r)
+	b.ruleSharing(&r)
 	b.rules = append(b.rules, r)
 }
 
@@ -556,6 +564,35 @@ func (b *builder) ruleLimit(r *ruleText) {
 	}
 }
 
+// ruleSharing checks how the way in which gateways share a rule's limit goes with its layer and its mode.
+func (b *builder) ruleSharing(r *ruleText) {
+	loss := r.rule.OnStoreLoss
+	if r.hasLayer && r.rule.Layer == LayerGuard {
+		switch loss {
+		case LossAllow:
+			b.fail(r.lossPlace, "a guard cannot be switched off: its on_store_loss must be local, not allow")
+		case LossDeny:
+			b.fail(r.lossPlace, "a guard's on_store_loss must be local: deny would stop all traffic whenever the store is away")
+		}
+		if r.rule.Consistency == Strict {
+			b.fail(r.consistencyPlace, "a guard is asked about every request and must not wait for the network: its consistency cannot be strict")
+		}
+		return
+	}
+	if r.rule.Consistency == Local && loss != LossLocal {
+		b.fail(r.lossPlace, "a rule with consistency: local needs no store: its on_store_loss %s would have no effect", loss)
+	}
+	if r.rule.Mode != Shadow {
+		return
+	}
+	if loss != LossLocal {
+		b.warn("rule %s is in mode shadow: its on_store_loss has no effect until mode is enforce", r.rule.Name)
+	}
+	if r.rule.Consistency == Strict {
+		b.warn("rule %s is in mode shadow: it is kept by shares, and strict only when mode is enforce", r.rule.Name)
+	}
+}
+
 func (b *builder) dimension(at place, n *yaml.Node) (Dimension, bool) {
 	s, ok := b.text(at, n)
 	if !ok {
@@ -585,7 +622,7 @@ func (b *builder) resolve(first place) {
 		texts[t.name] = t.limit
 		p.Plans[t.name] = Plan{Limit: t.limit.limit(), Quota: t.quota}
 		if t.quota != nil {
-			p.warnings = append(p.warnings, fmt.Sprintf("quota of plan %s is recorded, not enforced by this version", t.name))
+			b.warn("quota of plan %s is recorded, not enforced by this version", t.name)
 		}
 	}
 	if _, ok := p.Plans[p.DefaultPlan]; !ok && p.DefaultPlan != "" && p.DefaultPlan != Deny {
@@ -595,7 +632,7 @@ func (b *builder) resolve(first place) {
 	b.resolveTenants(texts)
 	b.resolveRules(first)
 	if _, ok := b.said["identity.tenant"]; !ok {
-		p.warnings = append(p.warnings, "identity.tenant is not given: tenants are read from the header "+defaultTenantHeader)
+		b.warn("identity.tenant is not given: tenants are read from the header %s", defaultTenantHeader)
 	}
 }
 
@@ -636,7 +673,7 @@ func (b *builder) resolveRules(first place) {
 		}
 		p.Rules = append(p.Rules, r.rule)
 		if r.rule.Layer == LayerGuard && r.limit.deny {
-			p.warnings = append(p.warnings, fmt.Sprintf("guard %s has rate 0: it refuses every request", r.rule.Name))
+			b.warn("guard %s has rate 0: it refuses every request", r.rule.Name)
 		}
 	}
 	slices.SortStableFunc(p.Rules, func(x, y Rule) int { return cmp.Compare(x.Layer, y.Layer) })
@@ -650,7 +687,7 @@ func (b *builder) resolveRules(first place) {
 		b.fail(byPlan, "default_plan is missing: name the plan of the tenants that have none of their own, or %s", Deny)
 	}
 	if byPlan == (place{}) && (len(p.Plans) > 0 || p.DefaultPlan == Deny) {
-		p.warnings = append(p.warnings, "no rule has limit: plan: the plans have no effect")
+		b.warn("no rule has limit: plan: the plans have no effect")
 	}
 }
 

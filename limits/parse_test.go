@@ -425,8 +425,12 @@ func TestLargeFiles(t *testing.T) {
 
 // What the policy says in a warning.
 func TestWarnings(t *testing.T) {
-	p := mustParse(t, "version: 1\nplans: {std: {rate: 1/s, quota: {limit: 5, per: day}}}\nrules:\n  - {name: g, layer: guard, rate: 0}\n")
+	p := mustParse(t, "version: 1\nplans: {std: {rate: 1/s, quota: {limit: 5, per: day}}}\nrules:\n  - {name: g, layer: guard, rate: 0}\n"+
+		"  - {name: try, layer: contract, key: [ip], rate: 1/s, mode: shadow, consistency: strict, on_store_loss: deny}\n"+
+		"  - {name: say, layer: contract, key: [ip], rate: 1/s, mode: shadow, consistency: local, on_store_loss: local}\n")
 	want := []string{
+		"rule try is in mode shadow: its on_store_loss has no effect until mode is enforce",
+		"rule try is in mode shadow: it is kept by shares, and strict only when mode is enforce",
 		"quota of plan std is recorded, not enforced by this version",
 		"guard g has rate 0: it refuses every request",
 		"no rule has limit: plan: the plans have no effect",
@@ -460,7 +464,8 @@ func FuzzParse(f *testing.F) {
 			}
 			return
 		}
-		if p.Rules[0].Layer != LayerGuard || p.Rules[0].Fixed.Unlimited || p.Rules[0].Mode != Enforce {
+		if p.Rules[0].Layer != LayerGuard || p.Rules[0].Fixed.Unlimited || p.Rules[0].Mode != Enforce ||
+			p.Rules[0].OnStoreLoss != LossLocal || p.Rules[0].Consistency == Strict {
 			t.Fatalf("no guard: %+v", p.Rules)
 		}
 	})
