@@ -33,6 +33,9 @@ type Correction struct {
 // ErrCorrection is in the chain of the error about a correction that cannot be meant.
 var ErrCorrection = errors.New("this correction cannot be meant")
 
+// firstHour is the first that a correction can be of: what the history can store goes on beyond it, both ways.
+var firstHour = time.Date(2000, 1, 1, 0, 0, 0, 0, time.UTC)
+
 // Validate tells every mistake that can be seen without the history, each with the field that it is in.
 func (c *Correction) Validate() error {
 	var bad []string
@@ -41,7 +44,9 @@ func (c *Correction) Validate() error {
 			bad = append(bad, fmt.Sprintf(format, args...))
 		}
 	}
-	add(!c.Hour.Equal(c.Hour.Truncate(time.Hour)) || c.Hour.IsZero(), "hour is %s, want a whole one", c.Hour.UTC().Format(time.RFC3339))
+	hour := c.Hour.UTC().Format(time.RFC3339)
+	add(!c.Hour.Equal(c.Hour.Truncate(time.Hour)) || c.Hour.IsZero(), "hour is %s, want a whole one", hour)
+	add(c.Hour.Before(firstHour) || c.Hour.After(time.Now()), "hour is %s, want one from the year 2000 to the present one", hour)
 	for _, f := range [][2]string{{"gateway", c.Gateway}, {"tenant", c.Tenant}, {"route", c.Route}, {"reason", c.Reason}, {"author", c.Author}} {
 		add(strings.TrimSpace(f[1]) == "", "%s is empty", f[0])
 	}

@@ -46,10 +46,20 @@ func TestCorrections(t *testing.T) {
 			t.Errorf("Top has %+v, want 1 request", x)
 		}
 	}
-	for step, want := range map[time.Duration]uint64{24 * time.Hour: 1, time.Hour: 1, time.Minute: 6} {
+	for step, points := range map[time.Duration]uint64{24 * time.Hour: 1, time.Hour: 1, time.Minute: 6, 90 * time.Minute: 6} {
 		u, err := s.Tenant(t.Context(), "tenant-0", noon.Truncate(24*time.Hour), noon.Truncate(24*time.Hour).Add(24*time.Hour), step)
-		if err != nil || u.Requests != want {
-			t.Errorf("Tenant by %s = %d requests, %v, want %d", step, u.Requests, err, want)
+		if err != nil || u.Requests != 1 {
+			t.Errorf("Tenant by %s = %d requests, %v, want 1 as Top says", step, u.Requests, err)
+		}
+		var inPoints, inRoutes uint64
+		for _, p := range u.Points {
+			inPoints += p.Requests()
+		}
+		for _, r := range u.Routes {
+			inRoutes += r.Requests()
+		}
+		if inPoints != points || inRoutes != 1 {
+			t.Errorf("Tenant by %s has %d requests in points and %d in routes, want %d and 1", step, inPoints, inRoutes, points)
 		}
 	}
 	if got := number(t, s, "(SELECT sum(allowed + rejected) FROM corrected_1h)"); got != 25 {
@@ -85,5 +95,19 @@ func TestCorrections(t *testing.T) {
 	}
 	if got := totals(noon, noon.Add(time.Hour)); got != 29 {
 		t.Errorf("Totals = %d, want 29", got)
+	}
+}
+
+// The history's clock ends in 2299: an hour beyond what can be meant would be stored as another one.
+func TestCorrectionsOfNoHourThatWas(t *testing.T) {
+	now := time.Now().UTC().Truncate(time.Hour)
+	for hour, ok := range map[time.Time]bool{
+		time.Date(9999, 1, 1, 0, 0, 0, 0, time.UTC): false, time.Date(1999, 12, 31, 23, 0, 0, 0, time.UTC): false,
+		now.Add(time.Hour): false, now: true, firstHour: true,
+	} {
+		c := Correction{Hour: hour, Gateway: "a", Tenant: "t", Route: "r", Allowed: 1, Reason: "why", Author: "kim"}
+		if err := c.Validate(); (err == nil) != ok || !ok && !errors.Is(err, ErrCorrection) {
+			t.Errorf("a correction of %s: %v", hour, err)
+		}
 	}
 }

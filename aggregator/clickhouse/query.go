@@ -121,15 +121,16 @@ type TenantPoint struct {
 	RouteTotal
 }
 
-// Tenant returns what one tenant did with from <= ts < to, in steps counted from from. Steps that are not whole hours show
-// what gateways reported, without corrections, which are of an hour.
+// Tenant returns what one tenant did with from <= ts < to, in steps counted from from. Corrections are of an hour: they are in
+// the totals and the routes, and in the points where steps are whole hours. Points of other steps are what gateways reported.
 func (s *Store) Tenant(ctx context.Context, tenant string, from, to time.Time, step time.Duration) (TenantUsage, error) {
 	if err := checkSteps(from, to, step); err != nil {
 		return TenantUsage{}, fmt.Errorf("usage of tenant %q: %w", tenant, err)
 	}
 	doing := fmt.Sprintf("read the usage of tenant %q", tenant)
 	segments := cover(from, to, forSteps(from, step))
-	if step%time.Hour == 0 && from.Equal(from.Truncate(time.Hour)) {
+	whole := step%time.Hour == 0 && from.Equal(from.Truncate(time.Hour))
+	if whole {
 		segments = append(segments, corrections(from, to))
 	}
 	usage, args := usageIn(segments, "tenant = {tenant:String}")
@@ -161,6 +162,11 @@ func (s *Store) Tenant(ctx context.Context, tenant string, from, to time.Time, s
 	if err := errors.Join(rows.Err(), rows.Close()); err != nil {
 		return TenantUsage{}, s.explain(doing, err)
 	}
+	if !whole {
+		if err := s.correctTotals(ctx, tenant, from, to, &t, routes); err != nil {
+			return TenantUsage{}, s.explain(doing, err)
+		}
+	}
 	t.Requests = t.Counts.Requests()
 	for id, c := range routes {
 		t.Routes = append(t.Routes, RouteTotal{id[0], id[1], *c})
@@ -169,6 +175,30 @@ func (s *Store) Tenant(ctx context.Context, tenant string, from, to time.Time, s
 		return cmp.Or(cmp.Compare(b.Requests(), a.Requests()), cmp.Compare(a.Route, b.Route), cmp.Compare(a.Rule, b.Rule))
 	})
 	return t, nil
+}
+
+// correctTotals adds the corrections of a tenant to its totals and routes; its errors are the driver's.
+func (s *Store) correctTotals(ctx context.Context, tenant string, from, to time.Time, t *TenantUsage, routes map[[2]string]*Counts) error {
+	c := corrections(from, to)
+	rows, err := s.conn.Query(ctx, `SELECT route, rule, sum(allowed), sum(rejected), sum(cost) FROM `+c.table+`
+		WHERE tenant = {tenant:String} AND `+within+` GROUP BY route, rule`+final, append(window(c.from, c.to), ch.Named("tenant", tenant))...)
+	if err != nil {
+		return err
+	}
+	for rows.Next() {
+		var id [2]string
+		var allowed, rejected, cost int64
+		if err := rows.Scan(&id[0], &id[1], &allowed, &rejected, &cost); err != nil {
+			return errors.Join(err, rows.Close())
+		}
+		d := Counts{uint64(allowed), uint64(rejected), uint64(cost)} // what is less than 0 takes away: sums wrap
+		t.add(d)
+		if routes[id] == nil {
+			routes[id] = &Counts{}
+		}
+		routes[id].add(d)
+	}
+	return errors.Join(rows.Err(), rows.Close())
 }
 
 // CurveQuery says which buckets of a rule to follow: the one of a key, or all of a tenant when Tenant is not empty.

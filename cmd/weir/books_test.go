@@ -286,6 +286,7 @@ func TestHistoryCorrect(t *testing.T) {
 		{correct("--allowed", "many"), exitUsage, "--allowed"},
 		{correct("--allowed", "-1", "--reason", " "), exitUsage, "reason is empty"},
 		{correct("--allowed", "-1", "-o", "xml"), exitUsage, `-o "xml"`},
+		{correct("--allowed", "-1", "--hour", "9999-01-01T00:00:00Z"), exitUsage, "hour is 9999-01-01T00:00:00Z"},
 		{correct("--allowed", "-1", "more"), exitUsage, `"more"`},
 		{correct("--allowed", "-5"), exitFailed, "allowed -5 would be below zero, for 4 are on record"},
 		{correct("--cost", "-5"), exitFailed, "cost -5"},
@@ -412,7 +413,9 @@ func TestDeadLetterCommands(t *testing.T) {
 
 	out, _ = p.weir(exitOK, "dlq", "drop", "--all", "--reason", "malformed")
 	p.wants(out, "drop: 1 of 1 letters")
-	p.weir(exitOK, "dlq", "drop", id["malformed"]) // gone already
+	out, stderr := p.weir(exitFailed, "dlq", "drop", id["malformed"]) // gone already
+	p.wants(out, "drop: 0 of 1 letters", "no such dead letter")
+	p.wants(stderr, "no such dead letter")
 	p.weir(exitOK, "dlq", "drop", "--all")
 	if p.json(exitOK, &list, "dlq", "list"); len(list.Letters) != 0 {
 		t.Errorf("dlq list = %+v, want none", list)

@@ -35,7 +35,12 @@ taken comes back as a new dead letter.`, func(d *jetstream.DeadLetters, cmd *cob
 				return d.Replay(cmd.Context(), id)
 			}),
 		dlqEachCommand("drop", "Take messages out for good", "What is dropped is gone.",
-			func(d *jetstream.DeadLetters, cmd *cobra.Command, id uint64) error { return d.Drop(cmd.Context(), id) }))
+			func(d *jetstream.DeadLetters, cmd *cobra.Command, id uint64) error {
+				if _, err := d.Get(cmd.Context(), id); err != nil { // one that is not there was not dropped now
+					return err
+				}
+				return d.Drop(cmd.Context(), id)
+			}))
 	return cmd
 }
 

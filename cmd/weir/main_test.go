@@ -133,7 +133,7 @@ func TestAddressesAreCheckedFirst(t *testing.T) {
 		{"doctor", "--redis", "foo"}, {"doctor", "--redis", "http://127.0.0.1:6379"}, {"doctor", "--redis", "redis://"}, {"doctor", "--redis", "redis://h:port"},
 		{"doctor", "--nats", "redis://127.0.0.1:4222"}, {"doctor", "--nats", "nats://127.0.0.1:4222,://"},
 		{"usage", "top", "--clickhouse", "foo"}, {"history", "correct", "--clickhouse", "redis://127.0.0.1", "--gateway", "g", "--tenant", "t", "--route", "r", "--hour", "2026-11-29T10:00:00Z", "--reason", "r", "--by", "b"},
-		{"migrate", "--clickhouse", "foo"}, {"aggregator", "--redis", "foo"}, {"alerter", "--nats", "x://y"}, {"dlq", "list", "--nats", "x://y"}, {"up", "--redis", "foo", "--data", t.TempDir()},
+		{"migrate", "--clickhouse", "foo"}, {"aggregator", "--redis", "foo"}, {"alerter", "--nats", "x://y"}, {"dlq", "list", "--nats", "x://y"}, {"up", "--redis", "foo", "--data", t.TempDir()}, {"up", "--spool-max", "much", "--data", t.TempDir()},
 		{"gateway", "--upstream", "http://127.0.0.1:1", "--policy", "p", "--nats", "x://y"},
 		{"replay", "--log", "l", "--policy", "p", "--clickhouse", "foo"},
 		{"load", "--url", "foo"}, {"load", "--url", "http://"}, {"load", "--url", "ftp://127.0.0.1"},

@@ -32,11 +32,11 @@ import (
 var defaultPolicy []byte
 
 type upConfig struct {
-	servers                                                servers
-	policy, upstream, webhook, gateway, check, metrics, lv string
-	gateways                                               int
-	load                                                   bool
-	traffic                                                load.Config
+	servers                                                          servers
+	policy, upstream, webhook, gateway, check, metrics, lv, spoolMax string
+	gateways                                                         int
+	load                                                             bool
+	traffic                                                          load.Config
 }
 
 func upCommand() *cobra.Command {
@@ -56,7 +56,7 @@ the addresses are written to endpoints.json there, where the other commands find
 	f.BoolVar(&cfg.load, "load", false, "send generated traffic, and print what happens")
 	cfg.servers.bind(cmd)
 	bind(cmd, map[string]*string{"policy": &cfg.policy, "upstream": &cfg.upstream, "webhook": &cfg.webhook, "gateway-addr": &cfg.gateway,
-		"check-addr": &cfg.check, "metrics-addr": &cfg.metrics, "log-level": &cfg.lv})
+		"check-addr": &cfg.check, "metrics-addr": &cfg.metrics, "log-level": &cfg.lv, "spool-max": &cfg.spoolMax})
 	bindLoad(cmd, &cfg.traffic, "load-")
 	return cmd
 }
@@ -66,6 +66,10 @@ func (c *upConfig) run(cmd *cobra.Command) error {
 		return usagef("--gateways %d, want 1 to 100", c.gateways)
 	}
 	if err := c.servers.validate(); err != nil {
+		return err
+	}
+	spoolMax, err := parseSize("--spool-max", c.spoolMax)
+	if err != nil {
 		return err
 	}
 	secret, err := conf.Env("WEIR_WEBHOOK_SECRET")
@@ -89,7 +93,7 @@ func (c *upConfig) run(cmd *cobra.Command) error {
 		return err
 	}
 	p.stack.Go("policy", policy.Run)
-	end, err := c.start(cmd, p, policy, secret)
+	end, err := c.start(cmd, p, policy, secret, spoolMax)
 	if err != nil {
 		return p.fail(err)
 	}
@@ -119,7 +123,7 @@ func ensurePolicy(data string) (string, error) {
 }
 
 // start starts every part, the servers first.
-func (c *upConfig) start(cmd *cobra.Command, p *process, policy *app.Policy, secret conf.Secret) (end app.Endpoints, err error) {
+func (c *upConfig) start(cmd *cobra.Command, p *process, policy *app.Policy, secret conf.Secret, spoolMax int64) (end app.Endpoints, err error) {
 	ctx := cmd.Context()
 	s, err := app.Embed(app.Servers{NATS: c.servers.nats, Redis: c.servers.redis, ClickHouse: c.servers.clickhouse}, c.servers.data, &p.stack, p.log)
 	if err != nil {
@@ -160,7 +164,7 @@ func (c *upConfig) start(cmd *cobra.Command, p *process, policy *app.Policy, sec
 	checks := []obs.Check{{Name: "aggregator", Ready: agg.Ready, Beside: true}, {Name: "alerter", Ready: alerter.Ready, Beside: true}}
 	for i := range c.gateways {
 		cfg := app.GatewayConfig{Name: fmt.Sprintf("gateway-%d", i+1), Addr: "127.0.0.1:0", CheckAddr: "127.0.0.1:0", Upstream: upstream,
-			Fleet: c.gateways, Data: c.servers.data}
+			Fleet: c.gateways, Data: c.servers.data, SpoolMax: spoolMax}
 		if i == 0 {
 			cfg.Addr, cfg.CheckAddr = c.gateway, c.check
 		}
