@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"strings"
 	"sync"
 	"time"
 
@@ -95,7 +96,7 @@ type Centre interface {
 
 // Metrics is what the server counts.
 type Metrics struct {
-	Bad       *prometheus.CounterVec // messages that could not be read, by reason: subject, malformed or reply
+	Bad       *prometheus.CounterVec // messages that were ignored, by reason: subject, malformed or reply (no inbox)
 	Snapshots *prometheus.CounterVec // by result: ok or failed
 }
 
@@ -103,7 +104,7 @@ type Metrics struct {
 func NewMetrics(reg prometheus.Registerer) *Metrics {
 	m := &Metrics{
 		Bad: prometheus.NewCounterVec(prometheus.CounterOpts{Name: "weir_aggregator_bad_messages_total",
-			Help: "Messages from gateways that could not be read."}, []string{"reason"}),
+			Help: "Messages from gateways that could not be read, or want an answer elsewhere than in an inbox."}, []string{"reason"}),
 		Snapshots: prometheus.NewCounterVec(prometheus.CounterOpts{Name: "weir_aggregator_snapshots_total",
 			Help: "Requests for snapshots."}, []string{"result"}),
 	}
@@ -193,8 +194,11 @@ func (s *Server) takes(ctx context.Context, asked <-chan *nats.Msg) {
 			if err == nil {
 				_, err = schemas.Gateway(schemas.StrictPrefix, msg.Subject)
 			}
-			if err != nil || msg.Reply == "" {
+			if err != nil {
 				s.bad("malformed", err)
+				return
+			}
+			if !s.inbox(msg) {
 				return
 			}
 			msgs, requests = append(msgs, msg), append(requests, q)
@@ -257,8 +261,7 @@ func (s *Server) snapshot(ctx context.Context, msg *nats.Msg) {
 		s.bad("subject", err)
 		return
 	}
-	if msg.Reply == "" {
-		s.bad("reply", fmt.Errorf("request for a snapshot of %s names no reply subject", gateway))
+	if !s.inbox(msg) {
 		return
 	}
 	ctx, cancel := context.WithTimeout(ctx, snapshotTimeout)
@@ -296,8 +299,7 @@ func (s *Server) answer(ctx context.Context, gateway, reply string) error {
 // of it between them does no harm.
 func (s *Server) clock(_ context.Context, msg *nats.Msg) {
 	received := time.Now()
-	if msg.Reply == "" {
-		s.bad("reply", errors.New("request for the time names no reply subject"))
+	if !s.inbox(msg) {
 		return
 	}
 	b, err := schemas.EncodeClockReply(schemas.ClockReply{Received: received, Sent: received.Add(time.Since(received))})
@@ -307,6 +309,16 @@ func (s *Server) clock(_ context.Context, msg *nats.Msg) {
 	if err != nil {
 		s.log.Debug("time not told", "err", err)
 	}
+}
+
+// inbox says whether a request wants its answer in an inbox. NATS does not ask whether the one who asks might publish on the
+// reply subject, and we may publish on nearly all of them: an answer on any other subject would be its message with our rights.
+func (s *Server) inbox(msg *nats.Msg) bool {
+	if strings.HasPrefix(msg.Reply, nats.InboxPrefix) {
+		return true
+	}
+	s.bad("reply", fmt.Errorf("request on %s wants its answer on %q, which is no inbox", msg.Subject, msg.Reply))
+	return false
 }
 
 // bad counts a message that cannot be read, and logs the first of its kind.

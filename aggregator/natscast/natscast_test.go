@@ -303,3 +303,52 @@ func TestBadMessages(t *testing.T) {
 		t.Error("the connection is lost")
 	}
 }
+
+// T5: NATS does not ask whether who sends a request might publish on its reply subject. An answer elsewhere than in an inbox would be
+// a message with the centre's rights, written by any gateway.
+func TestT5AnswersGoToInboxesOnly(t *testing.T) {
+	c := &centre{snapshot: func(string) (*schemas.ThrottleUpdate, error) {
+		u := update(1)
+		u.Snapshot = true
+		return u, nil
+	}}
+	gateway, nc, m := serve(t, c)
+	take, err := schemas.EncodeTakeRequest(schemas.TakeRequest{Rule: "r", Key: "k", LimitRateNanos: 1e9, LimitBurst: 10, Cost: 1})
+	if err != nil {
+		t.Fatal(err)
+	}
+	targets := []string{"$KV.weir-history.history", "weir.usage.v1.other", "weir.throttle.v1.other", "$JS.API.STREAM.DELETE.WEIR_USAGE"}
+	heard := make(chan *nats.Msg, 100)
+	for _, subject := range targets {
+		if _, err := nc.ChanSubscribe(subject, heard); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := nc.Flush(); err != nil {
+		t.Fatal(err)
+	}
+	for subject, body := range map[string][]byte{schemas.ClockSubject: nil, schemas.SnapshotPrefix + "g1": nil, schemas.StrictPrefix + "g1": take} {
+		for _, reply := range targets {
+			if err := gateway.PublishRequest(subject, reply, body); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if _, err := gateway.Request(subject, body, patient); err != nil { // behind them, and in an inbox
+			t.Errorf("request on %s: %v", subject, err)
+		}
+	}
+	for end := time.Now().Add(patient); testutil.ToFloat64(m.Bad.WithLabelValues("reply")) != 12 && time.Now().Before(end); {
+		time.Sleep(time.Millisecond)
+	}
+	if got := testutil.ToFloat64(m.Bad.WithLabelValues("reply")); got != 12 {
+		t.Errorf("%v were ignored for their reply subject, want 12", got)
+	}
+	if err := nc.Flush(); err != nil {
+		t.Fatal(err)
+	}
+	select {
+	case msg := <-heard:
+		t.Errorf("an answer went to %s", msg.Subject)
+	default:
+	}
+}
