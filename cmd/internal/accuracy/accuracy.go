@@ -123,30 +123,42 @@ func Simulate(ctx context.Context, cfg Config, progress func(done, total int)) (
 		}
 	}
 
-	next := make(chan *job)
+	// A world of many keys fills most of a gigabyte: there is one at a time, begun first for it takes longest.
+	large, small := make(chan *job, len(jobs)), make(chan *job, len(jobs))
+	for _, j := range slices.Backward(jobs) {
+		if j.sc.cold > 0 {
+			large <- j
+		} else {
+			small <- j
+		}
+	}
+	close(large)
+	close(small)
 	var wg sync.WaitGroup
 	var mu sync.Mutex
 	done := 0
-	for range min(runtime.GOMAXPROCS(0), len(jobs)) {
-		wg.Go(func() {
-			for j := range next {
-				j.run(cfg.Seed)
-				mu.Lock()
-				done++
-				if progress != nil {
-					progress(done, len(jobs))
-				}
-				mu.Unlock()
+	work := func(queue <-chan *job) {
+		for j := range queue {
+			if ctx.Err() != nil {
+				return
 			}
+			j.run(cfg.Seed)
+			mu.Lock()
+			done++
+			if progress != nil {
+				progress(done, len(jobs))
+			}
+			mu.Unlock()
+		}
+	}
+	for i := range runtime.GOMAXPROCS(0) {
+		wg.Go(func() {
+			if i == 0 {
+				work(large)
+			}
+			work(small)
 		})
 	}
-	for _, j := range slices.Backward(jobs) { // the largest scenario is the last
-		if ctx.Err() != nil {
-			break
-		}
-		next <- j
-	}
-	close(next)
 	wg.Wait()
 	if err := ctx.Err(); err != nil {
 		return nil, err

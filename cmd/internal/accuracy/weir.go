@@ -48,7 +48,6 @@ const (
 type weir struct {
 	w        *world
 	policy   *limits.Policy
-	requests []enforcer.Request // by key
 	gateways []*gateway
 	stream   stream
 	counter  *counter
@@ -58,15 +57,17 @@ type weir struct {
 
 const tenantPrefix = "tenant-"
 
+// request asks for one token of a key.
+func request(key int) *enforcer.Request {
+	return &enforcer.Request{Tenant: fmt.Sprintf(tenantPrefix+"%07d", key), Cost: 1}
+}
+
 // newWeir starts a fleet whose rule is kept with this consistency.
 func newWeir(c limits.Consistency) func(*world) fleet {
 	return func(w *world) fleet {
 		f := &weir{w: w}
 		f.policy = &limits.Policy{Version: 1, Rules: []limits.Rule{{Name: "contract", Layer: limits.LayerContract,
 			Key: []limits.Dimension{{Kind: limits.ByTenant}}, Consistency: c, Fixed: w.sc.limit()}}}
-		for k := range w.sc.keys {
-			f.requests = append(f.requests, enforcer.Request{Tenant: fmt.Sprintf(tenantPrefix+"%07d", k), Cost: 1})
-		}
 		redisSkew := int64(0)
 		if w.sc.clocks {
 			f.skew, redisSkew = 5*s, -5*s
@@ -110,9 +111,10 @@ func (f *weir) ask(i int) {
 	if cold := f.w.sc.cold; cold > 0 && a.key >= cold {
 		e = g.coldEnforcer(a.key)
 	}
-	d := e.Check(g.clock(), &f.requests[a.key])
+	q := request(int(a.key))
+	d := e.Check(g.clock(), q)
 	if d.Asks() {
-		g.settle(e, i, d)
+		g.settle(e, i, q, d)
 	} else {
 		f.w.answer(i, d.Allowed)
 	}
@@ -127,8 +129,8 @@ func (f *weir) ask(i int) {
 const takeWait = 5 * ms
 
 // settle asks the centre about one request.
-func (g *gateway) settle(e *enforcer.Enforcer, i int, d enforcer.Decision) {
-	w, q := g.f.w, &g.f.requests[g.f.w.arrivals[i].key]
+func (g *gateway) settle(e *enforcer.Enforcer, i int, q *enforcer.Request, d enforcer.Decision) {
+	w := g.f.w
 	done := false
 	end := func(r schemas.TakeReply, err error) {
 		if done {
@@ -531,7 +533,6 @@ func (c *centre) Cast(_ context.Context, gateway string, u *schemas.ThrottleUpda
 // call calls the aggregator and sends what it casts, after a while that it waited for Redis. The aggregator walks over maps: what it
 // says to one gateway in one call is put in order here, and cut anew where it is several messages.
 func (c *centre) call(wait int64, f func()) {
-	c.casts = c.casts[:0]
 	f()
 	slices.SortStableFunc(c.casts, func(a, b cast) int { return strings.Compare(a.gateway, b.gateway) })
 	for first := 0; first < len(c.casts); {
@@ -554,6 +555,8 @@ func (c *centre) call(wait int64, f func()) {
 		}
 		first = end
 	}
+	clear(c.casts)
+	c.casts = c.casts[:0]
 	c.plan()
 }
 
