@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -59,6 +60,66 @@ type position struct {
 	Floor  uint64 `json:"floor"`
 	Next   uint64 `json:"next"`
 	Owner  string `json:"owner"`
+}
+
+// kept is what the bucket has under a ledger's name.
+type kept struct {
+	position        // the newest one there is
+	revision uint64 // of what is there now; 0 when nothing is
+	strange  error  // not nil when that is no position, but what somebody else wrote; position is then an older one, or zero
+}
+
+// lastPosition reads the position of the ledger of that name. What cannot be one is passed over: a server answers on whatever
+// subject it is told to, so that anybody who may ask it something can have its answer written there.
+func lastPosition(ctx context.Context, kv jetstream.KeyValue, name string) (kept, error) {
+	entry, err := kv.Get(ctx, name)
+	if errors.Is(err, jetstream.ErrKeyNotFound) {
+		return kept{}, nil
+	}
+	if err != nil {
+		return kept{}, fmt.Errorf("read position of %s: %w", name, err)
+	}
+	have := kept{revision: entry.Revision()}
+	have.position, have.strange = decodePosition(entry.Value())
+	if have.strange == nil {
+		return have, nil
+	}
+	have.strange = fmt.Errorf("bucket %s, key %s, revision %d: %w", natsx.HistoryBucket, name, have.revision, have.strange)
+	older, err := kv.History(ctx, name)
+	if err != nil {
+		return kept{}, fmt.Errorf("read earlier positions of %s: %w", name, err)
+	}
+	for _, e := range slices.Backward(older) {
+		if p, err := decodePosition(e.Value()); err == nil {
+			have.position = p
+			break
+		}
+	}
+	return have, nil
+}
+
+func decodePosition(b []byte) (position, error) {
+	var p position
+	if err := json.Unmarshal(b, &p); err != nil {
+		return position{}, fmt.Errorf("%.80q is no position: %w", b, err)
+	}
+	if p.Stream == "" || p.Owner == "" {
+		return position{}, fmt.Errorf("%.80q is no position: it names no stream or no owner", b)
+	}
+	return p, nil
+}
+
+// Misplaced says what is wrong with the position of the ledger of that name: nil when nothing is, or when there is none yet.
+func Misplaced(ctx context.Context, js jetstream.JetStream, name string) (strange, err error) {
+	kv, err := js.KeyValue(ctx, natsx.HistoryBucket)
+	if errors.Is(err, jetstream.ErrBucketNotFound) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, fmt.Errorf("look at bucket %s: %w", natsx.HistoryBucket, err)
+	}
+	have, err := lastPosition(ctx, kv, name)
+	return have.strange, err
 }
 
 // NewLedger returns a ledger. It touches no network. m may be nil.
@@ -224,16 +285,22 @@ func (l *Ledger[T]) open(ctx context.Context) ([]message, error) {
 	info := stream.CachedInfo()
 	l.created, l.filter = info.Created, info.Config.Subjects[0]
 	if l.revision == 0 { // our first look
-		entry, err := l.kv.Get(ctx, l.cfg.Name)
-		switch {
-		case err == nil:
-			if err := json.Unmarshal(entry.Value(), &l.pos); err != nil {
-				return nil, fmt.Errorf("position of %s in bucket %s: %w", l.cfg.Name, natsx.HistoryBucket, err)
-			}
-			l.revision = entry.Revision()
-		case !errors.Is(err, jetstream.ErrKeyNotFound):
-			return nil, fmt.Errorf("position of %s: %w", l.cfg.Name, err)
+		have, err := lastPosition(ctx, l.kv, l.cfg.Name)
+		if err != nil {
+			return nil, err
 		}
+		if have.strange != nil {
+			l.m.Failures.WithLabelValues(l.cfg.Name, "position").Inc()
+			from := "an earlier one"
+			if have.position == (position{}) {
+				from = "what the consumer has acknowledged"
+				if have.position, err = l.acknowledged(ctx); err != nil {
+					return nil, err
+				}
+			}
+			l.log.Error("somebody has written over our position, going on from "+from, "floor", have.Floor, "next", have.Next, "err", have.strange)
+		}
+		l.pos, l.revision = have.position, have.revision
 	}
 	next := l.pos
 	next.Owner = l.owner
@@ -431,22 +498,40 @@ func (l *Ledger[T]) write(ctx context.Context, next position) error {
 			return fmt.Errorf("write position of %s: %w", l.cfg.Name, err)
 		}
 		// Somebody else, or we ourselves in an attempt whose answer was lost.
-		entry, get := l.kv.Get(ctx, l.cfg.Name)
+		have, get := lastPosition(ctx, l.kv, l.cfg.Name)
 		switch {
-		case errors.Is(get, jetstream.ErrKeyNotFound): // the bucket is new: what we know is all there is
+		case get != nil:
+			return get
+		case have.revision == 0: // the bucket is new: what we know is all there is
 			l.revision = 0
 			return fmt.Errorf("position of %s is gone from bucket %s, writing it again", l.cfg.Name, natsx.HistoryBucket)
-		case get != nil:
-			return fmt.Errorf("read position of %s: %w", l.cfg.Name, get)
-		}
-		var have position
-		if err := json.Unmarshal(entry.Value(), &have); err != nil || have != next {
+		case have.strange != nil && (have.position == position{} || have.position == l.pos || have.Owner == l.owner):
+			l.revision = have.revision
+			return fmt.Errorf("somebody has written over our position, writing it again: %w", have.strange)
+		case have.position != next:
 			return fmt.Errorf("ledger %s: %w (it is %s and we are %s)", l.cfg.Name, ErrFenced, have.Owner, l.owner)
 		}
-		revision = entry.Revision()
+		revision = have.revision
 	}
 	l.pos, l.revision = next, revision
 	return nil
+}
+
+// acknowledged is the position that the consumer knows: behind ours at most, since a range is acknowledged when it is written
+// down as handled. Which range was in hand it does not know, so that one is not redone but cut anew; a store that knows its
+// messages by their names takes each once all the same.
+func (l *Ledger[T]) acknowledged(ctx context.Context) (position, error) {
+	at := position{Stream: streamName(l.cfg.Stream, l.created, 0)}
+	c, err := l.js.Consumer(ctx, l.cfg.Stream, l.cfg.Name)
+	if errors.Is(err, jetstream.ErrConsumerNotFound) {
+		return at, nil
+	}
+	if err != nil {
+		return at, fmt.Errorf("ask consumer %s how far it has come: %w", l.cfg.Name, err)
+	}
+	at.Floor = c.CachedInfo().AckFloor.Stream
+	at.Next = at.Floor
+	return at, nil
 }
 
 func (l *Ledger[T]) put(ctx context.Context, value []byte) (uint64, error) {

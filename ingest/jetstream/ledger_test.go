@@ -8,6 +8,7 @@ import (
 	"net/url"
 	"os"
 	"os/exec"
+	"slices"
 	"strconv"
 	"strings"
 	"syscall"
@@ -49,9 +50,9 @@ func floor(t *testing.T, js jetstream.JetStream) position {
 	if err != nil {
 		return position{}
 	}
-	var p position
-	if err := json.Unmarshal(entry.Value(), &p); err != nil {
-		t.Fatal(err)
+	p, err := decodePosition(entry.Value())
+	if err != nil {
+		return position{}
 	}
 	return p
 }
@@ -459,6 +460,83 @@ func TestLedgerWhosePositionIsDeletedWritesItAgain(t *testing.T) {
 	declare(t, js)
 	eventually(t, "all are handled", func() bool { return floor(t, js).Floor == 9 })
 	tile(t, j.batches, 9)
+}
+
+// T5: who may ask a server something can have the answer written over the position. A ledger that runs writes it again, and one
+// that starts goes on from the one before, with the range that was in hand, or from what its consumer has acknowledged.
+func TestT5StrangePositionIsPassedOver(t *testing.T) {
+	_, nc, js := start(t)
+	kv, err := js.KeyValue(t.Context(), natsx.HistoryBucket)
+	if err != nil {
+		t.Fatal(err)
+	}
+	litter := func(what string) {
+		t.Helper()
+		if _, err := kv.Put(t.Context(), "history", []byte(what)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	const answer = `{"stream":"WEIR_USAGE","seq":5}`
+	strange := func() error {
+		strange, err := Misplaced(t.Context(), js, "history")
+		if err != nil {
+			t.Fatal(err)
+		}
+		return strange
+	}
+	j := &journal{}
+	stop := run(t, ledger(t, nc, Config{MaxMessages: 3}, nil), j.handle)
+	for i := range uint64(4) {
+		publish(t, js, "gw", 5*i+1, 5*i+5)
+		eventually(t, "all are handled", func() bool { return floor(t, js).Floor == 5*i+5 })
+		litter([]string{answer, "", "\x00\xff", "{}"}[i])
+		if strange() == nil {
+			t.Errorf("nobody is told of what is written over the position")
+		}
+	}
+	publish(t, js, "gw", 21, 22)
+	eventually(t, "all are handled", func() bool { return floor(t, js).Floor == 22 })
+	if err := stop(); err != nil {
+		t.Fatalf("Consume = %v, want that nobody has taken over", err)
+	}
+	tile(t, j.batches, 22)
+
+	failing := &journal{fail: func(schemas.Batch[*schemas.Report]) error { return errors.New("away") }}
+	publish(t, js, "gw", 23, 26)
+	stop = run(t, ledger(t, nc, Config{MaxMessages: 2}, nil), failing.handle)
+	eventually(t, "a range is in hand", func() bool { return len(failing.calls()) > 0 })
+	_ = stop()
+	litter(answer)
+	stop = run(t, ledger(t, nc, Config{MaxMessages: 100}, nil), j.handle)
+	eventually(t, "all are handled", func() bool { return floor(t, js).Floor == 26 })
+	_ = stop()
+	tile(t, j.batches, 26)
+	if !slices.Contains(j.calls(), failing.calls()[0]) {
+		t.Errorf("range %s was in hand, and is not in %q", failing.calls()[0], j.calls())
+	}
+
+	eventually(t, "all are acknowledged", func() bool { return consumerInfo(t, js, "history").AckFloor.Stream == 26 })
+	for range 70 {
+		litter(answer)
+	}
+	publish(t, js, "gw", 27, 28)
+	run(t, ledger(t, nc, Config{}, nil), j.handle)
+	eventually(t, "all are handled", func() bool { return floor(t, js).Floor == 28 })
+	tile(t, j.batches, 28)
+	if err := strange(); err != nil {
+		t.Errorf("Misplaced = %v", err)
+	}
+}
+
+// A ledger that cannot find or write its position lags: what comes in is not handled.
+func TestLedgerWithoutItsPositionLags(t *testing.T) {
+	_, nc, js := start(t)
+	if err := js.DeleteKeyValue(t.Context(), natsx.HistoryBucket); err != nil {
+		t.Fatal(err)
+	}
+	m := NewMetrics(prometheus.NewRegistry())
+	run(t, ledger(t, nc, Config{}, m), (&journal{}).handle)
+	eventually(t, "it lags", func() bool { return testutil.ToFloat64(m.Lag.WithLabelValues("history")) > 0 })
 }
 
 // A server that stops and comes back with its store: nothing is lost, and the ledger does each message once.

@@ -278,6 +278,7 @@ func (r *reader[T]) until(ctx context.Context, reason string, f func() error) bo
 		if ctx.Err() != nil {
 			return false
 		}
+		r.oldest.CompareAndSwap(0, time.Now().UnixNano()) // something may wait behind it
 		r.t.is(reason, err)
 		r.pause(ctx, n)
 	}

@@ -191,7 +191,7 @@ func TestT4PutAgain(t *testing.T) {
 func TestT5PermissionsOfAGateway(t *testing.T) {
 	gateway := &server.Permissions{
 		Publish: &server.SubjectPermission{Allow: []string{schemas.UsagePrefix + "gw", "$JS.API.STREAM.INFO.WEIR_USAGE", "$JS.API.STREAM.MSG.GET.WEIR_USAGE",
-			"$JS.API.STREAM.INFO.KV_weir-stored", "$JS.API.DIRECT.GET.KV_weir-stored.>"}},
+			"$JS.API.STREAM.INFO.KV_weir-stored", "$JS.API.STREAM.MSG.GET.KV_weir-stored"}},
 		Subscribe: &server.SubjectPermission{Allow: []string{"_INBOX.>"}},
 	}
 	url := custom(t, server.Options{Users: []*server.User{{Username: "centre", Password: "c"}, {Username: "gw", Password: "g", Permissions: gateway}}})

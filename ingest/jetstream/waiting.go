@@ -2,7 +2,6 @@ package jetstream
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 
@@ -26,15 +25,12 @@ func Waiting[T any](ctx context.Context, nc *nats.Conn, name string, n int, deco
 		}
 		return fmt.Errorf("look at what waits for %s: %w", name, err)
 	}
-	var pos position
+	var pos kept
 	kv, err := js.KeyValue(ctx, natsx.HistoryBucket)
 	if err == nil {
-		var entry jetstream.KeyValueEntry
-		if entry, err = kv.Get(ctx, name); err == nil {
-			err = json.Unmarshal(entry.Value(), &pos)
-		}
+		pos, err = lastPosition(ctx, kv, name)
 	}
-	if err != nil && !errors.Is(err, jetstream.ErrKeyNotFound) && !errors.Is(err, jetstream.ErrBucketNotFound) {
+	if err != nil && !errors.Is(err, jetstream.ErrBucketNotFound) {
 		return nil, fail(err)
 	}
 	c, err := js.OrderedConsumer(ctx, schemas.UsageStream, jetstream.OrderedConsumerConfig{DeliverPolicy: jetstream.DeliverByStartSequencePolicy, OptStartSeq: pos.Floor + 1})

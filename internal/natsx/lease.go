@@ -8,6 +8,8 @@ import (
 	"time"
 
 	"github.com/nats-io/nats.go/jetstream"
+
+	"github.com/weirhq/weir/schemas"
 )
 
 // Lease lets one of several processes at a time do what must not be done twice. It is a key whose holder writes it again
@@ -17,7 +19,7 @@ import (
 type Lease struct {
 	KV     jetstream.KeyValue
 	Key    string
-	Owner  string        // of this process, unlike every other
+	Owner  string        // of this process, unlike every other; a name as schemas.ValidName has it
 	Every  time.Duration // between writes (1s)
 	Expiry time.Duration // without a write, until another may take it (5 × Every)
 	Log    *slog.Logger
@@ -69,7 +71,10 @@ func (l Lease) acquire(ctx context.Context) (revision uint64, err error) {
 			}
 		case err == nil:
 			if entry.Revision() != seen {
-				seen, since = entry.Revision(), time.Now()
+				seen = entry.Revision()
+				if since.IsZero() || !strange(entry) {
+					since = time.Now()
+				}
 			}
 			if v := string(entry.Value()); v == released || v == l.Owner || time.Since(since) > l.Expiry || gone && was {
 				if revision, err = l.KV.Update(ctx, l.Key, []byte(l.Owner), seen); err == nil {
@@ -126,16 +131,23 @@ func (l Lease) keep(ctx context.Context, revision uint64) uint64 {
 			revision, written = next, at
 		case errors.Is(err, jetstream.ErrKeyExists): // another revision: the answer to an earlier write was lost, or another process
 			entry, err := l.KV.Get(ctx, l.Key)
-			if err != nil || string(entry.Value()) != l.Owner {
+			if err != nil || string(entry.Value()) != l.Owner && !strange(entry) {
 				return 0
 			}
-			revision = entry.Revision()
+			revision = entry.Revision() // and over what is strange we write again
 		}
 		if time.Since(written) > l.Expiry-2*l.Every {
 			l.Log.Warn("lease cannot be kept", "lease", l.Key, "err", fmt.Sprint(err))
 			return 0
 		}
 	}
+}
+
+// strange says whether no process that holds leases can have written entry: a server writes its answers on any subject that it is
+// told to, keys included.
+func strange(entry jetstream.KeyValueEntry) bool {
+	v := string(entry.Value())
+	return v != released && schemas.ValidName(v) != nil
 }
 
 // sleep is false when ctx is done first.

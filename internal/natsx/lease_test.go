@@ -159,3 +159,70 @@ func TestALostLeaseEndsTheWork(t *testing.T) {
 		t.Errorf("lease = %v, %v, want it left to the other", entry, err)
 	}
 }
+
+// T5: who may ask a server something can have the answer written to the key. That takes the lease from nobody, and keeps nobody from
+// taking it.
+func TestT5StrangeWritesDoNotTakeALease(t *testing.T) {
+	kv, _ := leaseKV(t)
+	litter := func() {
+		if _, err := kv.Put(t.Context(), "leader", []byte(`{"stream":"WEIR_USAGE","seq":5}`)); err != nil {
+			t.Error(err)
+		}
+	}
+	held, lost := make(chan struct{}), make(chan struct{})
+	ctx, stop := context.WithCancel(t.Context())
+	ended := make(chan error, 1)
+	l := natsx.Lease{KV: kv, Key: "leader", Owner: "us", Every: 200 * time.Millisecond, Log: embeddedtest.Log(t)}
+	go func() {
+		ended <- l.Hold(ctx, func(ctx context.Context) error {
+			close(held) // a second time would panic
+			<-ctx.Done()
+			close(lost)
+			return nil
+		})
+	}()
+	<-held
+	for range 10 {
+		litter()
+		for end := time.Now().Add(time.Minute); ; time.Sleep(5 * time.Millisecond) {
+			if e, err := kv.Get(t.Context(), "leader"); err == nil && string(e.Value()) == "us" {
+				break
+			}
+			if time.Now().After(end) {
+				t.Fatal("the holder does not write again")
+			}
+		}
+	}
+	select {
+	case <-lost:
+		t.Error("the lease was lost")
+	default:
+	}
+	stop()
+	if err := <-ended; err != nil {
+		t.Error(err)
+	}
+	// Another one that was killed has left its name, and litter comes all the time.
+	if _, err := kv.Put(t.Context(), "leader", []byte("dead")); err != nil {
+		t.Fatal(err)
+	}
+	ctx, stop = context.WithCancel(t.Context())
+	defer stop()
+	littered := make(chan struct{})
+	go func() {
+		defer close(littered)
+		for ctx.Err() == nil {
+			litter()
+			time.Sleep(70 * time.Millisecond)
+		}
+	}()
+	taken := errors.New("taken")
+	l.Every = 50 * time.Millisecond
+	wait, cancel := context.WithTimeout(ctx, time.Minute)
+	defer cancel()
+	if err := l.Hold(wait, func(context.Context) error { return taken }); !errors.Is(err, taken) {
+		t.Errorf("Hold = %v, want that it takes the lease", err)
+	}
+	stop()
+	<-littered
+}
