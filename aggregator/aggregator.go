@@ -4,6 +4,7 @@ package aggregator
 
 import (
 	"cmp"
+	"container/heap"
 	"context"
 	"errors"
 	"fmt"
@@ -77,6 +78,7 @@ type PushedShare struct {
 const (
 	calmFor    = 30 * time.Second       // a key at rest for so long is forgotten
 	restAfter  = 5 * time.Second        // a key kept by grants that nobody asks for goes back to the even shares after this
+	restMost   = 10 * time.Minute       // or, of a key whose tokens come seldom, after two of them or this
 	leaseFor   = time.Second            // a block of a lease lasts this long at the rate of its demand
 	tinyFor    = 50 * time.Millisecond  // and of a limit that is too small to divide
 	catchUp    = time.Second            // after the counter was away, to fold what has gathered meanwhile
@@ -112,6 +114,7 @@ type Aggregator struct {
 	delays   map[string]*delay    // of each gateway's reports
 	weights  weights
 	waiting  map[Key]time.Time // keys kept by grants, of which a gateway waits for a token that there is at this time
+	turns    turns             // the same in order, with some that wait no longer
 
 	recalled              bool // by Step, and only there
 	keepaliveAt, digestAt time.Time
@@ -152,6 +155,9 @@ type held struct {
 	granted, grant uint64
 	said           int64 // when it reported, in µs by the counter's clock
 
+	wished float64 // tokens that it asked for, each second half as much of them
+	served int64   // when it last said that it had used one, in µs by the counter's clock
+
 	boot        string // of the bucket that this is about, and of its newest report
 	incarnation uint32
 	seq         uint64
@@ -164,6 +170,11 @@ func (h *held) holds(now int64) int64 {
 	return min(h.tokens+int64(earned), saturatingMul(h.Burst, 1e6))
 }
 
+// wishes is what is left at now of the tokens that the gateway asked for.
+func (h *held) wishes(now int64) float64 {
+	return h.wished * math.Exp2(-float64(max(now-h.said, 0))/1e6)
+}
+
 // note takes what a gateway says of its bucket.
 func (e *entry) note(u *Use, at int64) {
 	h := e.held[u.Gateway]
@@ -173,6 +184,10 @@ func (e *entry) note(u *Use, at int64) {
 	if h == nil || h.boot != u.Boot || h.incarnation != u.Incarnation || u.Granted < h.granted {
 		h = &held{Limit: u.Enforced, boot: u.Boot, incarnation: u.Incarnation} // a bucket that we do not know
 		e.held[u.Gateway] = h
+	}
+	h.wished = h.wishes(at) + float64(u.asked)
+	if u.taken > 0 {
+		h.served = at
 	}
 	h.seq, h.granted, h.grant = u.Seq, u.Granted, max(h.grant, u.Granted)
 	h.said = at - u.Age.Microseconds()
@@ -244,6 +259,9 @@ func (e *entry) part(gateway string, even Limit, now int64) *held {
 func (e *entry) byGrants(l Limit, gateways int) bool {
 	return e.consistency == "lease" || tooFew(l, gateways)
 }
+
+// byOffers says whether the key's tokens are so few and seldom that they are offered.
+func byOffers(l Limit, gateways int) bool { return gateways > 1 && tooFew(l, gateways) && l.slow() }
 
 // tooFew says whether a limit is too small to be cut into rates and bursts. The last one to ask may hold a token of it for long.
 func tooFew(l Limit, gateways int) bool { return l.Burst < 2*int64(gateways) }
@@ -346,16 +364,15 @@ func (a *Aggregator) Take(ctx context.Context, asked []schemas.TakeRequest) ([]s
 	for i, q := range asked {
 		takes[i] = Take{Key: Key{q.Rule, q.Key}, Limit: Limit{q.LimitRateNanos, q.LimitBurst}, Cost: q.Cost}
 	}
-	taken, err := a.counter.Take(ctx, takes)
-	a.answered(err)
-	if err != nil {
-		return nil, fmt.Errorf("take tokens of %d keys: %w", len(takes), err)
-	}
 	a.mu.Lock()
 	frozen := a.frozen()
 	a.mu.Unlock()
 	if frozen { // its buckets may be full because it forgot what was taken
 		return nil, fmt.Errorf("take tokens of %d keys: %w", len(takes), errFrozen)
+	}
+	taken, err := a.counter.Take(ctx, takes)
+	if err != nil { // it had milliseconds: whether the counter is away is for those to say who have patience
+		return nil, fmt.Errorf("take tokens of %d keys: %w", len(takes), err)
 	}
 	replies := make([]schemas.TakeReply, len(taken))
 	for i, t := range taken {
@@ -415,7 +432,7 @@ func (a *Aggregator) readLive(ctx context.Context) ([]KeyState, error) {
 	defer a.liveMu.Unlock()
 	if now := a.cfg.Now(); a.liveAt.IsZero() || now.Sub(a.liveAt) > liveHolds {
 		states, err := a.counter.Live(ctx)
-		a.answered(err)
+		a.answered(ctx, err)
 		if err != nil {
 			return nil, err
 		}
@@ -515,7 +532,7 @@ func (a *Aggregator) takeOver(ctx context.Context) {
 		return
 	}
 	n, err := a.counter.Epoch(ctx)
-	a.answered(err)
+	a.answered(ctx, err)
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	a.epoch = n
@@ -529,10 +546,8 @@ func (a *Aggregator) Due() time.Time {
 	}
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	for _, at := range a.waiting {
-		if at.Before(next) {
-			next = at
-		}
+	if len(a.turns) > 0 && a.turns[0].at.Before(next) {
+		next = a.turns[0].at
 	}
 	switch now := a.cfg.Now(); {
 	case (a.frozen() != a.said || a.fewer) && a.learned.Before(next):
@@ -548,13 +563,14 @@ func (a *Aggregator) serve(ctx context.Context) {
 	now := a.cfg.Now()
 	var folds []Fold
 	a.mu.Lock()
-	for key, at := range a.waiting {
-		if now.Before(at) {
+	for len(a.turns) > 0 && !now.Before(a.turns[0].at) {
+		next := heap.Pop(&a.turns).(turn)
+		if !a.waiting[next.key].Equal(next.at) {
 			continue
 		}
-		delete(a.waiting, key)
-		if e := a.keys[key]; e != nil {
-			folds = append(folds, Fold{Key: key, Limit: e.state.Limit})
+		delete(a.waiting, next.key)
+		if e := a.keys[next.key]; e != nil {
+			folds = append(folds, Fold{Key: next.key, Limit: e.state.Limit})
 		}
 	}
 	a.mu.Unlock()
@@ -713,7 +729,11 @@ func (a *Aggregator) recall(ctx context.Context) bool {
 func (a *Aggregator) settle(ctx context.Context, due func(*entry) bool) {
 	var folds []Fold
 	a.mu.Lock()
+	now, fleet := a.cfg.Now(), len(a.fleet)
 	for key, e := range a.keys {
+		if a.waiting[key].After(now) && !e.asked.IsZero() && !e.unsure && byOffers(e.state.Limit, fleet) {
+			continue // nothing changes before its next token
+		}
 		if due(e) {
 			folds = append(folds, Fold{Key: key, Limit: e.state.Limit})
 		}
@@ -733,6 +753,9 @@ func (a *Aggregator) outstanding(folds []Fold) {
 		if e == nil || !e.byGrants(f.Limit, max(len(a.fleet), 1)) {
 			continue
 		}
+		if byOffers(f.Limit, len(a.fleet)) {
+			continue // what is offered has not left the bucket
+		}
 		few := tooFew(f.Limit, max(len(a.fleet), 1))
 		var sum int64
 		for g, h := range e.held {
@@ -746,12 +769,16 @@ func (a *Aggregator) outstanding(folds []Fold) {
 
 // digest says all shares again, for those who missed some, and keeps their keys live.
 func (a *Aggregator) digest(ctx context.Context) {
+	now := a.cfg.Now()
 	a.mu.Lock()
 	fleet := a.gateways()
 	updates := make(map[string]*schemas.ThrottleUpdate, len(fleet))
 	keys := make([]Key, 0, len(a.keys))
 	for key, e := range a.keys {
 		keys = append(keys, key)
+		if byOffers(e.state.Limit, len(fleet)) && now.Sub(e.pressed) > calmFor {
+			continue // it was said often enough
+		}
 		for g, h := range e.held {
 			if !h.told {
 				continue
@@ -777,7 +804,7 @@ func (a *Aggregator) digest(ctx context.Context) {
 		}
 	}
 	if len(keys) > 0 {
-		a.answered(a.counter.Mark(ctx, keys))
+		a.answered(ctx, a.counter.Mark(ctx, keys))
 	}
 }
 
@@ -788,7 +815,7 @@ func (a *Aggregator) fold(ctx context.Context, folds []Fold) ([]KeyState, error)
 	}
 	start := time.Now()
 	states, err := a.counter.Fold(ctx, folds)
-	a.answered(err)
+	a.answered(ctx, err)
 	if err != nil {
 		return nil, err
 	}
@@ -802,8 +829,11 @@ func (a *Aggregator) fold(ctx context.Context, folds []Fold) ([]KeyState, error)
 	return states, nil
 }
 
-// answered notes whether the counter answers: loud once, on each change.
-func (a *Aggregator) answered(err error) {
+// answered notes whether the counter answers: loud once, on each change. Whoever did not wait for its answer knows nothing.
+func (a *Aggregator) answered(ctx context.Context, err error) {
+	if err != nil && ctx.Err() != nil {
+		return
+	}
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	switch {
@@ -971,12 +1001,24 @@ func (a *Aggregator) plan(e *entry, s *KeyState, fleet []string, now time.Time) 
 	if !e.byGrants(s.Limit, len(fleet)) {
 		return Granting{Shares: Divide(s.Limit, s.LevelMicros, parts), Last: e.last}, reasons
 	}
-	if now.Sub(e.pressed) > restAfter {
+	rest, offers := restAfter, byOffers(s.Limit, len(fleet))
+	if offers { // the next token finds those who want it only if they are remembered
+		rest = max(rest, min(2*time.Duration(1e18/s.Limit.RateNanos), restMost))
+	}
+	if now.Sub(e.pressed) > rest {
 		shares := make([]Share, len(fleet))
 		for i, g := range fleet {
 			shares[i] = Share{Gateway: g, RateNanos: even.RateNanos, Burst: even.Burst}
 		}
 		return Granting{Shares: shares, Last: e.last}, reasons
+	}
+	if offers {
+		wishes := make([]Wish, len(fleet))
+		for i, g := range fleet {
+			h := e.part(g, even, s.At)
+			wishes[i] = Wish{Gateway: g, PerSecond: h.wishes(s.At) * math.Ln2, Served: h.served, HeldMicros: parts[i].HeldMicros}
+		}
+		return Offer(s.Limit, s.LevelMicros, wishes), reasons
 	}
 	lasting := tinyFor
 	if e.consistency == "lease" {
@@ -1073,13 +1115,37 @@ func (a *Aggregator) changes(s *KeyState, f *Fold, fleet []string, now time.Time
 // await notes whose turn it is, and when the next tokens of a key are there if a gateway waits for some. mu is held.
 func (a *Aggregator) await(e *entry, s *KeyState, g *Granting, now time.Time) {
 	e.last = g.Last
-	delete(a.waiting, s.Key)
 	if g.Wants <= 0 || s.Limit.RateNanos <= 0 {
+		delete(a.waiting, s.Key)
 		return
 	}
 	wait := time.Duration(min(float64(max(g.Wants-g.Free, 0))/float64(s.Limit.RateNanos)*1e12, float64(time.Hour))) // µtokens by nanotokens per second
-	a.waiting[s.Key] = now.Add(wait + time.Millisecond).Truncate(together).Add(together)
+	at := now.Add(wait + time.Millisecond).Truncate(together).Add(together)
+	if was, waits := a.waiting[s.Key]; waits && at.Sub(was).Abs() <= together {
+		return
+	}
+	a.waiting[s.Key] = at
+	heap.Push(&a.turns, turn{at, s.Key})
 	a.alarm()
+}
+
+// turn is a time at which a key waits for a token. One that is not what Aggregator.waiting says is void.
+type turn struct {
+	at  time.Time
+	key Key
+}
+
+// turns is a heap of them, the soonest first.
+type turns []turn
+
+func (t turns) Len() int           { return len(t) }
+func (t turns) Less(i, j int) bool { return t[i].at.Before(t[j].at) }
+func (t turns) Swap(i, j int)      { t[i], t[j] = t[j], t[i] }
+func (t *turns) Push(x any)        { *t = append(*t, x.(turn)) }
+func (t *turns) Pop() any {
+	last := (*t)[len(*t)-1]
+	*t = (*t)[:len(*t)-1]
+	return last
 }
 
 // remember makes an entry for a key. When there are too many another is forgotten, which costs a message at most: gateways say

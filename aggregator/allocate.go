@@ -228,6 +228,95 @@ func (l Limit) queue(hungry []hunger, parts []Part, freeMicros int64, last strin
 	}
 }
 
+// Bounds of offers.
+const (
+	offerSlow  = 2_000_000_000         // billionths of a token per second: a limit that earns no more than this is offered
+	offerReach = 50 * time.Millisecond // an offer is withdrawn within this after a token was used
+	offerRisk  = 0.1                   // tokens used beyond those that there are, each time, at most
+	offerHeavy = 32                    // a gateway that asks so many times while a token is earned takes its turn
+)
+
+// slow says whether tokens of a limit come so seldom that they are offered.
+func (l Limit) slow() bool { return l.RateNanos > 0 && l.RateNanos <= offerSlow }
+
+// Wish is what one gateway wants of a key whose tokens are offered, and what it has of them.
+type Wish struct {
+	Gateway    string
+	PerSecond  float64 // tokens that it asked for lately
+	Served     int64   // when it used one last, in µs by the counter's clock
+	HeldMicros int64   // millionths of a token that it holds
+}
+
+// Offer divides a key of which a token comes so seldom that nobody can tell who will ask for the next one: it is offered to many, and
+// withdrawn from the others as soon as one has used it. Two that use it within a round trip leave a debt, which is repaid
+// before another is offered; so many gateways hold an offer as make that improbable. Of those that ask all the time one has it, the one that
+// was not served for the longest.
+//
+// Whole tokens are divided evenly between those that hold an offer, one each at least.
+func Offer(l Limit, levelMicros int64, wishes []Wish) Granting {
+	wishes = slices.Clone(wishes)
+	slices.SortFunc(wishes, func(a, b Wish) int { return strings.Compare(a.Gateway, b.Gateway) })
+	g := Granting{Shares: make([]Share, len(wishes)), Free: levelMicros}
+	for i := range wishes {
+		g.Shares[i].Gateway = wishes[i].Gateway
+	}
+	if levelMicros < 1e6 {
+		g.Wants = 1e6
+		return g
+	}
+	offered := l.offered(wishes)
+	each := max(levelMicros/1e6/int64(len(offered)), 1)
+	for _, i := range offered {
+		s := &g.Shares[i]
+		s.Burst = each
+		s.Grant = max(each-max(wishes[i].HeldMicros, 0)/1e6, 0)
+	}
+	return g
+}
+
+// offered are the gateways, by index, that a token is offered to.
+func (l Limit) offered(wishes []Wish) []int {
+	perToken := 1e9 / float64(l.RateNanos) // seconds
+	order := make([]int, len(wishes))
+	for i := range order {
+		order[i] = i
+	}
+	heavy := func(i int) bool { return wishes[i].PerSecond*perToken >= offerHeavy }
+	has := func(i int) bool { return wishes[i].HeldMicros >= 1e6 }
+	slices.SortStableFunc(order, func(a, b int) int { // whose turn it is, then by what they ask for: first who would use it soon
+		switch {
+		case heavy(a) != heavy(b):
+			return before(heavy(a))
+		case has(a) != has(b): // an offer stays where it is
+			return before(has(a))
+		case heavy(a) || (wishes[a].PerSecond > 0) == (wishes[b].PerSecond > 0):
+			return cmp.Compare(wishes[a].Served, wishes[b].Served)
+		}
+		return before(wishes[a].PerSecond > 0)
+	})
+	most := max(int(grantsPerSecond*perToken), 1)
+	offered, risk := order[:0:0], 0.0
+	for n, i := range order {
+		if n > 0 {
+			if risk += wishes[i].PerSecond * offerReach.Seconds(); risk > offerRisk {
+				risk -= wishes[i].PerSecond * offerReach.Seconds()
+				continue
+			}
+		}
+		if offered = append(offered, i); len(offered) == most {
+			break
+		}
+	}
+	return offered
+}
+
+func before(yes bool) int {
+	if yes {
+		return -1
+	}
+	return 1
+}
+
 // Allocate divides l between gateways. Shares add up to l exactly, come sorted by gateway, and depend on nothing but the
 // arguments (not on the order of demands).
 //

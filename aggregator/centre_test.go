@@ -6,7 +6,10 @@ import (
 	"testing"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus/testutil"
+
 	"github.com/weirhq/weir/aggregator"
+	"github.com/weirhq/weir/internal/embedded/embeddedtest"
 	"github.com/weirhq/weir/schemas"
 )
 
@@ -116,6 +119,101 @@ func TestFleetHearsWhenNothingIsGranted(t *testing.T) {
 		}
 		if n < 10 || n > 75 { // what this gateway earned, what the other one may hold
 			t.Errorf("%d tokens at once of a limit that was spent, want what gateways did not use", n)
+		}
+	})
+}
+
+// hasty is a counter whose Take ends as it is told, after it has been asked.
+type hasty struct {
+	aggregator.Counter
+	err   error
+	takes int
+}
+
+func (h *hasty) Take(ctx context.Context, takes []aggregator.Take) ([]aggregator.Taken, error) {
+	h.takes++
+	if h.err != nil {
+		return nil, h.err
+	}
+	return h.Counter.Take(ctx, takes)
+}
+
+// TestTakeSaysNothingOfTheCounter: one that had no answer within its milliseconds freezes nobody, and while nothing is granted the
+// counter is not even asked: the gateway takes from its own bucket then.
+func TestTakeSaysNothingOfTheCounter(t *testing.T) {
+	bubble(t, noLearning, func(w *world) {
+		counter := &hasty{Counter: w.counter}
+		w.Aggregator = aggregator.New(w.cfg, counter, w.casts, embeddedtest.Log(w.t), w.m)
+		w.beat("g1", "g2")
+		w.Step(context.Background())
+		ask := func() error {
+			_, err := w.Take(context.Background(), []schemas.TakeRequest{{Rule: "contract", Key: "s", LimitRateNanos: limit100.RateNanos, LimitBurst: limit100.Burst, Cost: 1}})
+			return err
+		}
+		counter.err = context.DeadlineExceeded
+		if ask() == nil {
+			t.Error("no error of a take that was not answered")
+		}
+		counter.err = nil
+		if err := ask(); err != nil || testutil.ToFloat64(w.m.Degraded) != 0 {
+			t.Errorf("after one slow take: %v, degraded %v", err, testutil.ToFloat64(w.m.Degraded))
+		}
+		w.counter.Fail(errors.New("away"))
+		if err := w.Reports(context.Background(), w.batch(w.report("g1", w.tokens("g1", "acme", limit100, 10, 90)))); err == nil {
+			t.Fatal("no error of a counter that is away")
+		}
+		w.counter.Fail(nil)
+		before := counter.takes
+		if ask() == nil || counter.takes != before {
+			t.Errorf("while nothing is granted %d takes went to the counter", counter.takes-before)
+		}
+		given, cancel := context.WithCancel(context.Background())
+		cancel()
+		if err := w.Reports(context.Background(), w.batch(w.report("g1", w.tokens("g1", "acme", limit100, 1, 0)))); err != nil {
+			t.Fatal(err)
+		}
+		w.counter.Fail(context.Canceled)
+		_ = w.Reports(given, w.batch(w.report("g1", w.tokens("g1", "acme", limit100, 1, 0))))
+		if testutil.ToFloat64(w.m.Degraded) != 0 {
+			t.Error("whoever gave up waiting says that the counter is away")
+		}
+	})
+}
+
+// TestReportsAreFoldedBeforeLimitsAreDivided: for a second after the counter is back nothing is granted: gateways say what they
+// used meanwhile, and their buckets are believed.
+func TestReportsAreFoldedBeforeLimitsAreDivided(t *testing.T) {
+	bubble(t, noLearning, func(w *world) {
+		defer w.run()()
+		w.beat("g1", "g2")
+		time.Sleep(2 * time.Second)
+		w.beat("g1", "g2")
+		w.counter.Fail(errors.New("away"))
+		r := w.batch(w.report("g1", w.tokens("g1", "acme", limit100, 10, 90)))
+		if w.Reports(context.Background(), r) == nil {
+			t.Fatal("no error of a counter that is away")
+		}
+		w.counter.Fail(nil)
+		if err := w.Reports(context.Background(), r); err != nil {
+			t.Fatal(err)
+		}
+		back := time.Now()
+		w.casts.take(true)
+		time.Sleep(1900 * time.Millisecond)
+		frozen, free := time.Time{}, time.Time{}
+		for _, c := range w.casts.take(true) {
+			switch {
+			case c.Frozen:
+				frozen = c.at
+			case free.IsZero():
+				free = c.at
+			}
+			if len(c.Shares) > 0 && c.at.Sub(back) < time.Second {
+				t.Errorf("a share %v after the counter was back", c.at.Sub(back))
+			}
+		}
+		if frozen.Sub(back) < 700*time.Millisecond || free.Sub(back) < time.Second || free.Sub(back) > 1100*time.Millisecond {
+			t.Errorf("frozen until %v, free from %v after the counter was back, want about a second", frozen.Sub(back), free.Sub(back))
 		}
 	})
 }

@@ -93,8 +93,8 @@ type Use struct {
 	Sealed   time.Time
 	Age      time.Duration // how long ago that was, as far as it can be told
 
-	asked uint64
-	late  bool // no report says more than Cum
+	asked, taken uint64
+	late         bool // no report says more than Cum
 }
 
 // KeyState is a key's global bucket.
@@ -195,7 +195,7 @@ func (f *Fold) add(r *schemas.Report, t *schemas.Tokens, late bool) {
 		u.Settled = max(u.Settled, t.Cum)
 		return
 	}
-	u.asked += t.Taken + t.Refused
+	u.asked, u.taken = u.asked+t.Taken+t.Refused, u.taken+t.Taken
 	if t.Window > 0 {
 		u.Span += t.Window
 		u.Lag += min(t.Window, lagMax)

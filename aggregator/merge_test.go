@@ -60,7 +60,10 @@ func TestMerge(t *testing.T) {
 		if want := float64(got.asked) - 2*math.Sqrt(float64(got.asked)); got.Seq > 0 && tc.want.DemandNanos < 1e12 && math.Abs(float64(got.SureNanos)-max(want, 0)/max(got.Span, 10*ms).Seconds()*1e9) > 1 {
 			t.Errorf("%s: sure of %d, want %.1f in %v", tc.name, got.SureNanos, want, got.Span)
 		}
-		got.asked, got.SureNanos = 0, 0
+		if got.taken > got.asked {
+			t.Errorf("%s: %d taken of %d asked for", tc.name, got.taken, got.asked)
+		}
+		got.asked, got.taken, got.SureNanos = 0, 0, 0
 		if got != tc.want {
 			t.Errorf("%s: use\n got %+v\nwant %+v", tc.name, got, tc.want)
 		}

@@ -84,6 +84,7 @@ type promise struct {
 
 var (
 	together = []string{"shared", "lease", "strict"} // the modes in which gateways keep one limit
+	apart    = []string{"shared", "lease"}           // of them, those that do not ask
 )
 
 // steady: within one part in a hundred of the demand or the limit in any ten seconds, and of rate·t + burst from above.
@@ -126,6 +127,27 @@ func tiny(fewer, more float64) func(*testing.T, *outcome) {
 	}
 }
 
+// likePerfect is for requests so seldom that tokens wait for them: so many fewer or more than one perfect bucket, and some at each gateway
+// that asks often enough to have some of that one.
+func likePerfect(fewer, more float64) func(*testing.T, *outcome) {
+	return func(t *testing.T, o *outcome) {
+		within(t, "admitted", float64(o.score.admitted), float64(o.score.perfect)-fewer, float64(o.score.perfect)+more)
+		within(t, "gateways that have some", float64(o.served(o.admitted)), 0.6*float64(o.served(o.perfect)), inf)
+		within(t, "tokens beyond rate·t in any time", o.above(), 0, float64(o.sc.burst)+more)
+	}
+}
+
+// served is how many gateways admitted something.
+func (o *outcome) served(admitted []bool) int {
+	some := make(map[int32]bool)
+	for i := range o.arrivals {
+		if admitted[i] {
+			some[o.arrivals[i].gateway] = true
+		}
+	}
+	return len(some)
+}
+
 // down is for a part that is down from second 10 to second 20.
 func down(t *testing.T, o *outcome) {
 	limit := o.sc.perSecond()
@@ -162,6 +184,13 @@ var promises = []promise{
 	{"clocks", 5, together, wholeFleet},
 	{"tiny", 5, []string{"lease", "strict"}, tiny(1, 1)},
 	{"tiny", 5, []string{"shared"}, tiny(3, 2)},
+	{"sparse-5-3", 5, apart, likePerfect(1, 1)},
+	{"sparse-5-5", 5, apart, likePerfect(1, 1)},
+	{"sparse-20-3", 3, apart, likePerfect(1, 1)},
+	{"sparse-20-40", 2, apart, likePerfect(1, 1)},
+	{"sparse-50-0.5", 2, apart, likePerfect(1, 1)},
+	{"sparse-50-5", 3, apart, likePerfect(1, 1)},
+	{"sparse-50-40", 2, apart, likePerfect(1, 1)},
 	{"centre-down", 5, together, down},
 	{"redis-down", 5, together, down},
 	{"alone", 5, []string{"local", "shared", "lease", "strict"}, func(t *testing.T, o *outcome) {
@@ -195,6 +224,13 @@ func conformanceScenarios() []scenario {
 					g.flow(i, 0, 1.5*sc.perSecond(), 0, 20)
 				}
 			}})
+	}
+	for _, c := range []struct {
+		gateways int
+		times    float64 // the limit
+	}{{5, 3}, {5, 5}, {20, 3}, {20, 40}, {50, 0.5}, {50, 5}, {50, 40}} {
+		all = append(all, scenario{name: fmt.Sprintf("sparse-%d-%g", c.gateways, c.times), gateways: c.gateways, most: c.gateways, keys: 1,
+			tokens: 3, per: time.Minute, burst: 1, seconds: 600, fill: func(sc *scenario, g *generator) { g.even(c.gateways, c.times*sc.perSecond(), 0, 600) }})
 	}
 	return all
 }
