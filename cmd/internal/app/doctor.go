@@ -11,6 +11,7 @@ import (
 
 	"github.com/weirhq/weir/aggregator/clickhouse"
 	"github.com/weirhq/weir/aggregator/redis"
+	"github.com/weirhq/weir/ingest/jetstream"
 	"github.com/weirhq/weir/internal/clock"
 	"github.com/weirhq/weir/internal/conf"
 	"github.com/weirhq/weir/internal/natsx"
@@ -103,7 +104,19 @@ func examineNATS(ctx context.Context, url string, embedded bool, d *Diagnosis, l
 			d.Problems = append(d.Problems, p.String())
 		}
 	}
-	return err
+	if err != nil {
+		return err
+	}
+	for _, name := range []string{historyConsumer, alertsConsumer} {
+		strange, err := jetstream.Misplaced(ctx, js, name)
+		if err != nil {
+			return err
+		}
+		if strange != nil {
+			d.Problems = append(d.Problems, fmt.Sprintf("the position of %s was written over by somebody who does not keep it (the next aggregator goes on from an earlier one): %v", name, strange))
+		}
+	}
+	return nil
 }
 
 func examineRedis(ctx context.Context, url string, d *Diagnosis) (err error) {
