@@ -30,8 +30,8 @@ func dlqCommand() *cobra.Command {
 	}
 	cmd.AddCommand(dlqListCommand(), dlqShowCommand(),
 		dlqEachCommand("replay", "Publish messages again where they came from, and take them out",
-			`A message is replayed under the id dlq-ID: however often that is repeated, its usage is stored once. One that still cannot be
-taken comes back as a new dead letter.`, func(d *jetstream.DeadLetters, cmd *cobra.Command, id uint64) error {
+			`A letter is taken out once its message is stored in the stream again. However often that is repeated, its usage is counted once. A
+message that still cannot be taken comes back as a new dead letter.`, func(d *jetstream.DeadLetters, cmd *cobra.Command, id uint64) error {
 				return d.Replay(cmd.Context(), id)
 			}),
 		dlqEachCommand("drop", "Take messages out for good", "What is dropped is gone.",

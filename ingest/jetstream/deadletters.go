@@ -163,9 +163,10 @@ func (l *DeadLetter) Report() (*schemas.Report, error) {
 	return schemas.DecodeReport(l.Subject, l.ContentType, l.Body, l.Arrived)
 }
 
-// Replay publishes a letter's body where it came from, and takes the letter out once that is stored. As often as it is
-// repeated the message has the id dlq-<ID>: the stream stores it once within its duplicate window, and the history once
-// at any time. A message that still cannot be taken becomes a new letter, with a number of its own.
+// Replay publishes a letter's body where it came from, and takes the letter out once the stream has stored that. A replay that
+// died between the two is repeated: the stream has the report twice then, and the history, which knows reports by their names,
+// once. The message has no id, which anybody who may publish there could have used up beforehand. A message that still cannot
+// be taken becomes a new letter, with a number of its own.
 func (d *DeadLetters) Replay(ctx context.Context, id uint64) error {
 	l, err := d.Get(ctx, id)
 	if err != nil {
@@ -178,7 +179,11 @@ func (d *DeadLetters) Replay(ctx context.Context, id uint64) error {
 	if l.ContentType != "" {
 		msg.Header.Set(headerContentType, l.ContentType)
 	}
-	if _, err := d.js.PublishMsg(ctx, msg, jetstream.WithMsgID(fmt.Sprintf("dlq-%d", id)), jetstream.WithExpectStream(l.Stream)); err != nil {
+	ack, err := d.js.PublishMsg(ctx, msg, jetstream.WithExpectStream(l.Stream))
+	if err == nil && ack.Duplicate {
+		err = errors.New("the stream says that it is a duplicate and has not stored it")
+	}
+	if err != nil {
 		return fmt.Errorf("replay dead letter %d to %s: %w", id, l.Subject, err)
 	}
 	return d.Drop(ctx, id)
