@@ -1,94 +1,223 @@
 package clickhouse
 
 import (
-	"cmp"
 	"context"
 	"errors"
 	"time"
+
+	ch "github.com/ClickHouse/clickhouse-go/v2"
+)
+
+const (
+	judgeStep = 10 * time.Second    // of arrivals that are judged at once: what a step holds in memory
+	judgeLate = time.Hour           // what a gateway sealed longer before it arrived is not judged any more
+	judgePast = 24 * time.Hour      // judging goes on from so long ago at most
+	fleetSpan = 10 * time.Minute    // a gateway that reported in it may hold a token of any key
+	farLevel  = 31 * 24 * time.Hour // a level older than this is full again
+	minSlack  = 2                   // tokens
 )
 
 // Admitted is what all gateways together took from one key's limit in one second.
 type Admitted struct {
-	Time           time.Time // beginning of the second, by the stream's clock
+	Time           time.Time // beginning of the second
 	Rule, Key      string
 	LimitRateNanos int64
 	LimitBurst     int64
 	Taken          float64
 }
 
-// Admitted returns, in order of rule, key and second, what was taken with from <= second < to, whole seconds, from keys of
-// which more than the burst was taken in that time: no other can have been overdrawn. A report that covers several seconds is
-// spread over them evenly. Shadow rules admit everything, and are left out.
-func (s *Store) Admitted(ctx context.Context, from, to time.Time) ([]Admitted, error) {
-	const doing = "read what was admitted"
-	ctx, cancel := context.WithTimeout(ctx, queryTimeout)
-	defer cancel()
-	rows, err := s.conn.Query(ctx, `
-		WITH spread AS (
-			SELECT rule, key, limit_rate_nanos, limit_burst, taken, greatest(1, intDiv(window_ms + 999, 1000)) AS n,
-				arrayJoin(range(least(n, 60))) AS i, toUnixTimestamp(received) - i AS second
-			FROM tokens FINAL
-			WHERE received >= fromUnixTimestamp64Milli({from:Int64}, 'UTC') AND received < fromUnixTimestamp64Milli({to:Int64} + 60000, 'UTC')
-				AND mode != 'shadow' AND taken > 0 AND limit_rate_nanos >= 0)
-		SELECT rule, key, second, max(limit_rate_nanos), max(limit_burst), sum(taken / least(n, 60)) AS admitted
-		FROM spread WHERE second >= intDiv({from:Int64}, 1000) AND second < intDiv({to:Int64}, 1000)
-			AND (rule, key) IN (SELECT rule, key FROM spread GROUP BY rule, key HAVING sum(taken / least(n, 60)) > max(limit_burst))
-		GROUP BY rule, key, second ORDER BY rule, key, second`, window(from, to)...)
-	if err != nil {
-		return nil, s.explain(doing, err)
-	}
-	var out []Admitted
-	for rows.Next() {
-		var a Admitted
-		var second int64
-		if err := rows.Scan(&a.Rule, &a.Key, &second, &a.LimitRateNanos, &a.LimitBurst, &a.Taken); err != nil {
-			return nil, s.explain(doing, errors.Join(err, rows.Close()))
-		}
-		a.Time = time.Unix(second, 0).UTC()
-		out = append(out, a)
-	}
-	return out, s.explain(doing, errors.Join(rows.Err(), rows.Close()))
-}
-
-// Accuracy is one second of one key: what was admitted, and what one bucket would have admitted of it.
+// Accuracy is one second of one key: what was admitted, and how much of it the limit allowed.
 type Accuracy struct {
 	Admitted
 	Allowed, Over float64
+	Level         float64   // of the one bucket after the second; below 0 is what gateways are ahead of it
+	Seen          time.Time // all that had arrived by then was judged before
 }
 
-// Judge holds what was admitted, in the order of Store.Admitted, against one bucket for each key that is full when from
-// begins. It lets the refill of a second count from the beginning of the second, so that a burst at any moment of it is
-// not held against anybody.
-func Judge(admitted []Admitted, from time.Time) []Accuracy {
-	out := make([]Accuracy, 0, len(admitted))
-	var level float64
-	at := from
-	for i, a := range admitted {
-		rate, burst := float64(a.LimitRateNanos)/1e9, float64(a.LimitBurst)
-		if i == 0 || cmp.Or(cmp.Compare(a.Rule, admitted[i-1].Rule), cmp.Compare(a.Key, admitted[i-1].Key)) != 0 {
-			level, at = burst, from
-		}
-		level = min(burst, level+rate*a.Time.Sub(at).Seconds())
-		at = a.Time.Add(time.Second)
-		allowed := min(a.Taken, level+rate)
-		level = min(burst, level+rate-allowed)
-		out = append(out, Accuracy{Admitted: a, Allowed: allowed, Over: a.Taken - allowed})
+// Judged is up to when all arrivals have been judged, for Judge to go on from: a day before now at the earliest.
+func (s *Store) Judged(ctx context.Context, now time.Time) (time.Time, error) {
+	past := now.UTC().Add(-judgePast)
+	var seen time.Time
+	err := s.conn.QueryRow(ctx, `SELECT max(seen) FROM accuracy WHERE ts >= fromUnixTimestamp64Milli({from:Int64}, 'UTC')`, ch.Named("from", millis(past.Add(-judgeLate)))).Scan(&seen)
+	if err != nil {
+		return time.Time{}, s.explain("ask what is judged", err)
 	}
-	return out
+	if seen.Before(past) {
+		seen = past
+	}
+	return seen.UTC(), nil
+}
+
+// Judge holds what arrived after seen, at most ten seconds of it, against the limits, stores a row for each second and key
+// that it changes, and returns up to when it came: seen again when nothing has arrived. A second is judged whenever a report
+// of it arrives, and so are the later ones of its key, however late that is, up to an hour. Judging something twice gives
+// the same rows.
+func (s *Store) Judge(ctx context.Context, seen time.Time) (time.Time, error) {
+	const doing = "judge what was admitted"
+	ctx, cancel := context.WithTimeout(ctx, queryTimeout)
+	defer cancel()
+	var first, last time.Time
+	var n uint64
+	// A report is in this table only when all that arrived before it is stored.
+	err := s.conn.QueryRow(ctx, `SELECT min(received), max(received), count() FROM reports WHERE received > fromUnixTimestamp64Milli({seen:Int64}, 'UTC')`,
+		ch.Named("seen", millis(seen))).Scan(&first, &last, &n)
+	if err != nil || n == 0 {
+		return seen, s.explain(doing, err)
+	}
+	upto := first.Add(judgeStep)
+	if last.Before(upto) {
+		upto = last
+	}
+	var gateways uint64
+	err = s.conn.QueryRow(ctx, `SELECT uniqExact(gateway, boot) FROM reports
+		WHERE received > fromUnixTimestamp64Milli({from:Int64}, 'UTC') AND received <= fromUnixTimestamp64Milli({upto:Int64}, 'UTC')`,
+		ch.Named("from", millis(upto.Add(-fleetSpan))), ch.Named("upto", millis(upto))).Scan(&gateways)
+	if err != nil {
+		return seen, s.explain(doing, err)
+	}
+	judged, err := s.judge(ctx, seen, upto, float64(max(minSlack, gateways)))
+	if err == nil {
+		err = insert(ctx, s, accuracyTable, "", judged)
+	}
+	if err != nil {
+		return seen, s.explain(doing, err)
+	}
+	return upto.UTC(), nil
+}
+
+// taken is a query for what was taken: by which second (at) in how many seconds (n), and in how many of these it is laid
+// (parts), evenly, never in more than there are tokens. The second is that of the arrival, by one clock for all; of a report
+// that had to wait it is the gateway's. Shadow rules admit everything, local ones are not shared, and both are left out.
+const taken = `(SELECT rule, key, received, limit_rate_nanos, limit_burst, taken,
+		toUnixTimestamp(if(received > ts + INTERVAL 10 SECOND, ts, received)) AS at,
+		toInt64(least(greatest(1, intDiv(window_ms + 999, 1000)), 60)) AS n, least(n, toInt64(taken)) AS parts
+	FROM tokens FINAL
+	WHERE ts >= fromUnixTimestamp64Milli({from:Int64}, 'UTC') AND received <= fromUnixTimestamp64Milli({upto:Int64}, 'UTC')
+		AND mode != 'shadow' AND consistency != 'local' AND taken > 0 AND limit_rate_nanos >= 0)`
+
+// judge judges what arrived in seen..upto. It begins, for each key, with the first second that any of this is of, at the
+// level which the key's last second before that left; a limit that needs longer than ten minutes to refill is looked for
+// further back.
+func (s *Store) judge(ctx context.Context, seen, upto time.Time, slack float64) ([]Accuracy, error) {
+	args := func(from time.Time) []any {
+		return []any{ch.Named("from", millis(from)), ch.Named("seen", millis(seen)), ch.Named("upto", millis(upto))}
+	}
+	var first int64
+	var n uint64
+	err := s.conn.QueryRow(ctx, `SELECT min(at - intDiv((parts - 1) * n, parts)), count() FROM `+taken+` WHERE received >= fromUnixTimestamp64Milli({seen:Int64}, 'UTC')`,
+		args(seen.Add(-judgeLate))...).Scan(&first, &n)
+	if err != nil || n == 0 {
+		return nil, err
+	}
+	// What counts in a second arrived, or was sealed, at most ten seconds before it.
+	from := time.Unix(first, 0).Add(-10 * time.Second)
+	rows, err := s.conn.Query(ctx, `
+		WITH fresh AS (
+				SELECT rule, key, min(at - intDiv((parts - 1) * n, parts)) AS since, max(limit_burst) * 1e9 > 600 * min(limit_rate_nanos) AS slow
+				FROM `+taken+` WHERE received >= fromUnixTimestamp64Milli({seen:Int64}, 'UTC') GROUP BY rule, key),
+			near AS (
+				SELECT a.rule AS rule, a.key AS key, max(a.ts) AS end, argMax(a.level, a.ts) AS left
+				FROM accuracy AS a FINAL INNER JOIN fresh AS f ON a.rule = f.rule AND a.key = f.key
+				WHERE a.ts >= fromUnixTimestamp64Milli({from:Int64} - 600000, 'UTC') AND toUnixTimestamp(a.ts) < f.since AND (a.rule, a.key) IN (SELECT rule, key FROM fresh)
+				GROUP BY rule, key),
+			far AS (
+				SELECT a.rule AS rule, a.key AS key, max(a.ts) AS end, argMax(a.level, a.ts) AS left
+				FROM accuracy AS a FINAL INNER JOIN fresh AS f ON a.rule = f.rule AND a.key = f.key
+				WHERE a.ts >= fromUnixTimestamp64Milli({far:Int64}, 'UTC') AND toUnixTimestamp(a.ts) < f.since
+					AND (a.rule, a.key) IN (SELECT rule, key FROM fresh WHERE slow AND (rule, key) NOT IN (SELECT rule, key FROM near))
+				GROUP BY rule, key)
+		SELECT u.rule, u.key, u.second, u.rate, u.burst, u.admitted, p.end, p.left FROM (
+				SELECT t.rule AS rule, t.key AS key, t.second AS second, max(t.limit_rate_nanos) AS rate, max(t.limit_burst) AS burst, sum(t.taken / t.parts) AS admitted
+				FROM (SELECT *, at - intDiv(arrayJoin(range(parts)) * n, parts) AS second FROM `+taken+`) AS t
+				INNER JOIN fresh AS f ON t.rule = f.rule AND t.key = f.key
+				WHERE t.second >= f.since GROUP BY rule, key, second) AS u
+			LEFT JOIN (SELECT * FROM near UNION ALL SELECT * FROM far) AS p ON u.rule = p.rule AND u.key = p.key
+		ORDER BY u.rule, u.key, u.second`+final, append(args(from), ch.Named("far", millis(upto.Add(-farLevel))))...)
+	if err != nil {
+		return nil, err
+	}
+	var out []Accuracy
+	var b bucket
+	for rows.Next() {
+		a := Accuracy{Seen: seen}
+		var second int64
+		var end time.Time
+		var left float64
+		if err := rows.Scan(&a.Rule, &a.Key, &second, &a.LimitRateNanos, &a.LimitBurst, &a.Taken, &end, &left); err != nil {
+			return nil, errors.Join(err, rows.Close())
+		}
+		a.Time = time.Unix(second, 0).UTC()
+		if i := len(out) - 1; i >= 0 && out[i].Rule == a.Rule && out[i].Key == a.Key {
+			a.Rule, a.Key = out[i].Rule, out[i].Key // one text for all of them
+		} else if b = (bucket{level: float64(a.LimitBurst), at: a.Time}); end.Unix() > 0 {
+			b = bucket{level: left, at: end.Add(time.Second)}
+		}
+		b.judge(&a, slack)
+		out = append(out, a)
+	}
+	return out, errors.Join(rows.Err(), rows.Close())
+}
+
+// bucket is the one bucket that all gateways together are held against.
+type bucket struct {
+	level float64
+	at    time.Time // when it had that level
+}
+
+// judge says how much of a second the bucket allows. The refill of a second counts from its beginning, so that a burst at any
+// moment of it is not held against anybody. The level may be slack below zero: every gateway may give a token of a limit
+// that is too small to divide before it hears from the others. That is paid back by what comes next, and not a part of
+// each second anew.
+func (b *bucket) judge(a *Accuracy, slack float64) {
+	rate, burst := float64(a.LimitRateNanos)/1e9, float64(a.LimitBurst)
+	b.level = min(burst, b.level+rate*max(0, a.Time.Sub(b.at).Seconds())) + rate
+	b.at = a.Time.Add(time.Second)
+	a.Allowed = min(a.Taken, max(0, b.level+slack))
+	a.Over = a.Taken - a.Allowed
+	b.level = min(burst, b.level-a.Allowed)
+	a.Level = b.level
 }
 
 var accuracyTable = table[Accuracy]{"accuracy", []column[Accuracy]{
 	col("ts", instant, func(r *Accuracy) time.Time { return r.Time }),
-	col("rule", low, func(r *Accuracy) string { return r.Rule }),
+	lowCol("rule", func(r *Accuracy) string { return r.Rule }),
 	col("key", "String", func(r *Accuracy) string { return r.Key }),
 	col("limit_rate_nanos", "Int64", func(r *Accuracy) int64 { return r.LimitRateNanos }),
 	col("limit_burst", "Int64", func(r *Accuracy) int64 { return r.LimitBurst }),
 	col("admitted", "Float64", func(r *Accuracy) float64 { return r.Taken }),
 	col("allowed", "Float64", func(r *Accuracy) float64 { return r.Allowed }),
 	col("over", "Float64", func(r *Accuracy) float64 { return r.Over }),
+	col("level", "Float64", func(r *Accuracy) float64 { return r.Level }),
+	col("seen", instant, func(r *Accuracy) time.Time { return r.Seen }),
 }}
 
-// KeepAccuracy stores seconds that were judged. A second that is stored again replaces itself.
-func (s *Store) KeepAccuracy(ctx context.Context, judged []Accuracy) error {
-	return s.explain("store the accuracy", insert(ctx, s, accuracyTable, "", judged))
+// Overshoot is how far a rule was not kept to in a time.
+type Overshoot struct {
+	Rule           string
+	Admitted, Over float64 // tokens
+	Minutes        int     // of the time, in which anything was over
+}
+
+// Overshoots returns every rule that admitted anything with from <= second < to, of what is judged by now.
+func (s *Store) Overshoots(ctx context.Context, from, to time.Time) ([]Overshoot, error) {
+	const doing = "read the accuracy"
+	ctx, cancel := context.WithTimeout(ctx, queryTimeout)
+	defer cancel()
+	rows, err := s.conn.Query(ctx, `
+		SELECT rule, sum(admitted), sum(over), uniqExactIf(intDiv(toUnixTimestamp64Milli(ts) - {from:Int64}, 60000), over > 0.001)
+		FROM accuracy FINAL WHERE `+within+` GROUP BY rule ORDER BY rule`+final, window(from, to)...)
+	if err != nil {
+		return nil, s.explain(doing, err)
+	}
+	var out []Overshoot
+	for rows.Next() {
+		var o Overshoot
+		var minutes uint64
+		if err := rows.Scan(&o.Rule, &o.Admitted, &o.Over, &minutes); err != nil {
+			return nil, s.explain(doing, errors.Join(err, rows.Close()))
+		}
+		o.Minutes = int(minutes)
+		out = append(out, o)
+	}
+	return out, s.explain(doing, errors.Join(rows.Err(), rows.Close()))
 }

@@ -2,6 +2,8 @@ package clickhouse
 
 import (
 	"context"
+	"crypto/sha256"
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"slices"
@@ -102,6 +104,7 @@ var tokensTable = table[entry[schemas.Tokens]]{"tokens", []column[entry[schemas.
 	col("key", "String", func(r *entry[schemas.Tokens]) string { return r.e.Key }),
 	col("tenant", "String", func(r *entry[schemas.Tokens]) string { return r.e.Tenant }),
 	lowCol("mode", func(r *entry[schemas.Tokens]) string { return r.e.Mode }),
+	lowCol("consistency", func(r *entry[schemas.Tokens]) string { return r.e.Consistency }),
 	col("rate_nanos", "Int64", func(r *entry[schemas.Tokens]) int64 { return r.e.RateNanos }),
 	col("capacity", "Int64", func(r *entry[schemas.Tokens]) int64 { return r.e.Capacity }),
 	col("limit_rate_nanos", "Int64", func(r *entry[schemas.Tokens]) int64 { return r.e.LimitRateNanos }),
@@ -137,7 +140,8 @@ var rejectionsTable = table[entry[schemas.Rejection]]{"rejections", []column[ent
 // stored is a report of a batch.
 type stored struct {
 	schemas.Delivered[*schemas.Report]
-	batch string
+	batch   string
+	content uint64
 }
 
 var reportsTable = table[stored]{"reports", []column[stored]{
@@ -149,6 +153,7 @@ var reportsTable = table[stored]{"reports", []column[stored]{
 	col("received", instant, func(r *stored) time.Time { return r.Arrived }),
 	col("sealed", instant, func(r *stored) time.Time { return plausible(r.Value.SealedAt, time.UnixMilli(0)) }),
 	col("requests", "UInt64", func(r *stored) uint64 { return r.Value.Requests() }),
+	col("content", "UInt64", func(r *stored) uint64 { return r.content }),
 }}
 
 var alertsTable = table[schemas.Delivered[*schemas.Alert]]{"alerts", []column[schemas.Delivered[*schemas.Alert]]{
@@ -188,9 +193,42 @@ func token[T any](b schemas.Batch[T]) string {
 	return fmt.Sprintf("%s-%d-%d-%s", b.Stream, b.First, b.Last, strconv.FormatInt(b.Items[0].Arrived.UnixNano(), 36))
 }
 
+// reportsToken is token, and which reports there are: a stream that has lost its end is filled with others under the same numbers,
+// and the insert of a range that begins with the same message must not pass for the one before the loss.
+func reportsToken(b schemas.Batch[*schemas.Report], contents []uint64) string {
+	var id []byte
+	for i := range b.Items {
+		r := b.Items[i].Value
+		id = text(text(id, r.Gateway), r.Boot)
+		id = binary.LittleEndian.AppendUint64(binary.LittleEndian.AppendUint64(id, r.Seq), contents[i])
+	}
+	return token(b) + "-" + strconv.FormatUint(digest(id), 36)
+}
+
+// content stands for what a report says of requests: two reports of one name with different contents are not the same report.
+func content(r *schemas.Report) uint64 {
+	b := make([]byte, 0, 100*len(r.Usage))
+	for i := range r.Usage {
+		u := &r.Usage[i]
+		b = binary.AppendVarint(b, u.Time.UnixMilli())
+		b = text(text(text(text(b, u.Tenant), u.Route), u.Rule), u.Layer)
+		b = binary.AppendUvarint(binary.AppendUvarint(binary.AppendUvarint(b, u.Allowed), u.Rejected), u.Cost)
+	}
+	return digest(b)
+}
+
+func text(b []byte, s string) []byte { return append(binary.AppendUvarint(b, uint64(len(s))), s...) }
+
+// digest is never 0, which stands for a report that was stored before there were digests.
+func digest(b []byte) uint64 {
+	sum := sha256.Sum256(b)
+	return max(1, binary.LittleEndian.Uint64(sum[:]))
+}
+
 // Reports stores a batch of usage reports: tokens, rejections, usage, and last that the reports are stored. After an
 // error any part of it may be stored or not; the same range again makes it whole, and as often as it is repeated every
-// request is counted once, in usage and in every roll-up. A report that an earlier batch stored is left out.
+// request is counted once, in usage and in every roll-up. A report that an earlier batch stored is left out; one that has the
+// name of another that is stored is refused.
 //
 // A report that ClickHouse refuses for good does not hold up the others: they are stored, none of its usage is, and the
 // error is a schemas.Refused.
@@ -198,9 +236,12 @@ func (s *Store) Reports(ctx context.Context, b schemas.Batch[*schemas.Report]) e
 	if len(b.Items) == 0 {
 		return nil
 	}
-	tok := token(b)
+	contents := make([]uint64, len(b.Items))
+	for i := range b.Items {
+		contents[i] = content(b.Items[i].Value)
+	}
 	doing := fmt.Sprintf("store reports %d to %d", b.First, b.Last)
-	refused, err := s.reports(ctx, tok, b.Items)
+	refused, err := s.reports(ctx, reportsToken(b, contents), b.Items, contents)
 	s.settled(err)
 	if err == nil && len(refused) > 0 {
 		return refused
@@ -208,12 +249,12 @@ func (s *Store) Reports(ctx context.Context, b schemas.Batch[*schemas.Report]) e
 	return s.explain(doing, err)
 }
 
-func (s *Store) reports(ctx context.Context, tok string, items []schemas.Delivered[*schemas.Report]) (refused schemas.Refused, err error) {
-	reports, whole, err := s.mine(ctx, tok, items)
+func (s *Store) reports(ctx context.Context, tok string, items []schemas.Delivered[*schemas.Report], contents []uint64) (refused schemas.Refused, err error) {
+	reports, refused, whole, err := s.mine(ctx, tok, items, contents)
 	if err != nil {
 		return nil, err
 	}
-	duplicates := len(items) - len(reports)
+	duplicates := len(items) - len(reports) - len(refused)
 	if !whole {
 		// Usage feeds the roll-ups, where nothing collapses: it comes after all else that may refuse a report. Other tables
 		// may hold rows of a report that is not stored in the end; they are the same rows when it is replayed.
@@ -249,31 +290,50 @@ func idOf(r *schemas.Report) reportID { return reportID{r.Gateway, r.Boot, r.Seq
 
 // mine returns the reports that this batch is to store: each once, without those that another batch stored before.
 // Batches of a stream are handled in order, so that this is the same answer every time the batch is done again. whole
-// says that an earlier attempt stored them all.
-func (s *Store) mine(ctx context.Context, tok string, items []schemas.Delivered[*schemas.Report]) (mine []stored, whole bool, err error) {
+// says that an earlier attempt stored them all. Reports that have the name of another one are refused: a gateway that begins
+// again under an old boot would otherwise lose them without a word.
+func (s *Store) mine(ctx context.Context, tok string, items []schemas.Delivered[*schemas.Report], contents []uint64) (mine []stored, refused schemas.Refused, whole bool, err error) {
 	by, err := s.storedBy(ctx, tok, items)
 	if err != nil {
-		return nil, false, err
+		return nil, nil, false, err
 	}
 	mine = make([]stored, 0, len(items))
-	seen := make(map[reportID]bool, len(items))
+	seen := make(map[reportID]known, len(items))
 	whole = true
-	for _, it := range items {
-		id := idOf(it.Value)
-		batch := by[id]
-		if seen[id] || batch != "" && batch != tok {
-			continue
+	for i, it := range items {
+		id, this := idOf(it.Value), known{tok, it.Value.Requests(), contents[i]}
+		other, was := seen[id], by[id]
+		if other.batch == "" && was.batch != "" && was.batch != tok {
+			other = was
 		}
-		seen[id] = true
-		whole = whole && batch == tok
-		mine = append(mine, stored{it, tok})
+		switch {
+		case other.batch == "":
+			seen[id] = this
+			whole = whole && was.batch == tok
+			mine = append(mine, stored{it, tok, contents[i]})
+		case !other.same(this):
+			refused = append(refused, schemas.RefusedMessage{Seq: it.Seq, Detail: fmt.Sprintf(
+				"report %d of boot %s is stored already, with %d requests, and this is another one, with %d: a gateway needs a new boot with each start",
+				id.seq, id.boot, other.requests, this.requests)})
+		}
 	}
-	return mine, whole, nil
+	return mine, refused, whole, nil
+}
+
+// known is what is known of a report of some name.
+type known struct {
+	batch    string // that stored it
+	requests uint64
+	content  uint64 // 0 when it was stored before there were digests
+}
+
+func (k known) same(as known) bool {
+	return k.requests == as.requests && (k.content == as.content || k.content == 0)
 }
 
 // storedBy says which batch stored each report, as far as one did; tok wins over others.
-func (s *Store) storedBy(ctx context.Context, tok string, items []schemas.Delivered[*schemas.Report]) (map[reportID]string, error) {
-	by := map[reportID]string{}
+func (s *Store) storedBy(ctx context.Context, tok string, items []schemas.Delivered[*schemas.Report]) (map[reportID]known, error) {
+	by := map[reportID]known{}
 	for part := range slices.Chunk(items, reportsAtOnce) {
 		var ids strings.Builder // names are letters, digits, '-' and '_': schemas saw to it
 		for i, it := range part {
@@ -283,18 +343,18 @@ func (s *Store) storedBy(ctx context.Context, tok string, items []schemas.Delive
 			fmt.Fprintf(&ids, "('%s','%s',%d)", it.Value.Gateway, it.Value.Boot, it.Value.Seq)
 		}
 		rows, err := s.conn.Query(ch.Context(ctx, ch.WithParameters(ch.Parameters{"ids": "[" + ids.String() + "]"})),
-			"SELECT gateway, boot, seq, batch FROM reports WHERE (gateway, boot, seq) IN {ids:Array(Tuple(String, String, UInt64))}")
+			"SELECT gateway, boot, seq, batch, requests, content FROM reports WHERE (gateway, boot, seq) IN {ids:Array(Tuple(String, String, UInt64))}")
 		if err != nil {
 			return nil, err
 		}
 		var id reportID
-		var batch string
+		var k known
 		for rows.Next() {
-			if err := rows.Scan(&id.gateway, &id.boot, &id.seq, &batch); err != nil {
+			if err := rows.Scan(&id.gateway, &id.boot, &id.seq, &k.batch, &k.requests, &k.content); err != nil {
 				return nil, errors.Join(err, rows.Close())
 			}
-			if by[id] != tok {
-				by[id] = batch
+			if by[id].batch != tok {
+				by[id] = k
 			}
 		}
 		if err := errors.Join(rows.Err(), rows.Close()); err != nil {

@@ -43,7 +43,7 @@ func NewMetrics() *Metrics {
 		cast: natscast.NewMetrics(reg), store: clickhouse.NewMetrics(reg), alerting: alerting.NewMetrics(reg),
 	}
 	m.overshoot = prometheus.NewGaugeVec(prometheus.GaugeOpts{Name: "weir_overshoot_ratio",
-		Help: "Of what all gateways admitted under a rule in the last minute, the part that one bucket would not have."}, []string{"rule"})
+		Help: "Of what all gateways admitted under a rule in the last five minutes, the part above rate·t + burst and a token for each gateway."}, []string{"rule"})
 	reg.MustRegister(m.overshoot)
 	m.ingest.Admitted, m.ingest.Spooled, m.ingest.Acked = shared.Units("admitted"), shared.Units("spooled"), shared.Units("acked")
 	m.aggregator.Reconciled, m.store.Stored = shared.Units("reconciled"), shared.Units("stored")
