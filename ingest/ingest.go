@@ -300,6 +300,7 @@ func (r *Reporter) flush(everything bool) {
 	r.late = false
 	if everything || now.Sub(r.usageAt) >= r.cfg.UsageEvery {
 		r.usageAt = now
+		r.m.Reports.Add(float64(r.spool.Recover()))
 		r.gather()
 		kept, dropped := r.pending.addRejections(r.samples.drain(), 10*r.cfg.MaxRejections)
 		r.m.Rejections.WithLabelValues("kept").Add(float64(kept))

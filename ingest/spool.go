@@ -11,7 +11,7 @@ import (
 )
 
 // Spool keeps a gateway's counts until they are sealed, and its sealed reports until they are stored for good. Cell may
-// be called by many goroutines, one at a time for each lane; Append, Commit and Full by one; Next, Sent, Skip, Stored
+// be called by many goroutines, one at a time for each lane; Append, Commit, Recover and Full by one; Next, Sent, Skip, Stored
 // and Unconfirmed by one other; the rest by any.
 type Spool interface {
 	// Cell returns a count of nothing in a generation, in memory that lives as long as the spool promises. first is the
@@ -19,6 +19,9 @@ type Spool interface {
 	Cell(lane int, generation uint32, first int64, tenant, route, rule, layer string) *Cell
 	// Seq is the sequence number of the last report of this boot.
 	Seq() uint64
+	// Recover keeps what earlier lives have left and could not be kept before, and returns how many reports that makes. It is
+	// called now and then, between groups.
+	Recover() (reports int)
 	// Full says that no new group should begin.
 	Full() bool
 	// Append adds a report to a group, and Commit ends it: from then on all its reports are kept and all cells up to
@@ -117,6 +120,8 @@ func (s *memory) Cell(_ int, _ uint32, first int64, _, _, _, _ string) *Cell {
 }
 
 func (s *memory) Seq() uint64 { return 0 }
+
+func (s *memory) Recover() int { return 0 }
 
 func (s *memory) Full() bool {
 	n, _ := s.Len()

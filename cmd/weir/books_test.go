@@ -413,7 +413,7 @@ func TestDeadLetterCommands(t *testing.T) {
 
 	out, _ = p.weir(exitOK, "dlq", "drop", "--all", "--reason", "malformed")
 	p.wants(out, "drop: 1 of 1 letters")
-	out, stderr := p.weir(exitFailed, "dlq", "drop", id["malformed"]) // gone already
+	out, stderr = p.weir(exitFailed, "dlq", "drop", id["malformed"]) // gone already
 	p.wants(out, "drop: 0 of 1 letters", "no such dead letter")
 	p.wants(stderr, "no such dead letter")
 	p.weir(exitOK, "dlq", "drop", "--all")

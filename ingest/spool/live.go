@@ -29,7 +29,7 @@ import (
 // a chunk may be put together from several times, and what a caller chose must not pass for an entry.
 
 const (
-	liveMagic   = "weirliv1"
+	liveMagic   = "weirliv1" // the last one is the version
 	chunkBytes  = 16 << 10
 	chunkHead   = 16
 	slabBytes   = 1 << 20 // the file grows by so much
@@ -269,10 +269,14 @@ func openDead(name string) (*dead, error) {
 	}
 	for at := 0; at <= 2048; at += 2048 {
 		h := block[at : at+headerCopy]
-		if string(h[:8]) == liveMagic && binary.LittleEndian.Uint32(h[124:]) == crc32.Checksum(h[:124], castagnoli) {
-			return &dead{boot: boot, kernel: strings.TrimRight(string(h[16:80]), "\x00"), seed: binary.LittleEndian.Uint32(h[8:]),
-				lastSeq: binary.LittleEndian.Uint64(block[lastSeqAt:]), f: f}, nil
+		if string(h[:7]) != liveMagic[:7] || binary.LittleEndian.Uint32(h[124:]) != crc32.Checksum(h[:124], castagnoli) {
+			continue
 		}
+		if h[7] != liveMagic[7] {
+			return nil, errors.Join(fmt.Errorf("%w: version %c, want %c", errNewer, h[7], liveMagic[7]), f.Close())
+		}
+		return &dead{boot: boot, kernel: strings.TrimRight(string(h[16:80]), "\x00"), seed: binary.LittleEndian.Uint32(h[8:]),
+			lastSeq: binary.LittleEndian.Uint64(block[lastSeqAt:]), f: f}, nil
 	}
 	return nil, errors.Join(errDamaged, f.Close())
 }

@@ -228,7 +228,7 @@ func TestBucketsAreNotBehindRequests(t *testing.T) {
 			t.Fatal(err)
 		}
 		b := &busy{}
-		r := ingest.New(ingest.Config{Spool: s, MaxReports: 2, DrainTimeout: time.Second}, "gw", "one", b, far, quiet, nil)
+		r := ingest.New(ingest.Config{Spool: s, MaxReports: 2, DrainTimeout: time.Second, PolicyVersion: func() uint64 { return 1 }}, "gw", "one", b, far, quiet, nil)
 		b.during = func() {
 			b.cum++
 			r.Count(time.Now(), "acme", "route", "", "", 1)
@@ -247,6 +247,9 @@ func TestBucketsAreNotBehindRequests(t *testing.T) {
 		}
 		var counted, cum uint64
 		for _, r := range reports {
+			if r.PolicyVersion == 0 {
+				continue // what is counted and not sealed
+			}
 			counted += r.Requests()
 			for _, tk := range r.Tokens {
 				if cum = tk.Cum; cum < counted {

@@ -8,15 +8,58 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"syscall"
 
+	"github.com/weirhq/weir/ingest"
 	"github.com/weirhq/weir/schemas"
 )
 
-// Read returns the sealed reports that the spool in dir keeps, by boot and sequence number: those that the history is not
-// known to have, and some that it has. It changes nothing and takes no lock, so that the gateway may run meanwhile; what
-// is counted and not yet sealed is not among them.
+// Abandoned returns how many requests lie in the spool in dir, in reports and counts, when no process has it. Some of the reports
+// may be in the history already.
+func Abandoned(dir string) (requests uint64, err error) {
+	f, err := os.Open(filepath.Join(dir, "lock"))
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return 0, err
+	}
+	if err == nil {
+		held := syscall.Flock(int(f.Fd()), syscall.LOCK_SH|syscall.LOCK_NB)
+		if err := f.Close(); err != nil { // which gives it back
+			return 0, err
+		}
+		if errors.Is(held, syscall.EWOULDBLOCK) {
+			return 0, nil
+		}
+		if held != nil {
+			return 0, os.NewSyscallError("flock", held)
+		}
+	}
+	all, err := Read(dir, "")
+	for _, r := range all {
+		requests += r.Requests()
+	}
+	return requests, err
+}
+
+// Read returns what the spool in dir keeps, by boot and sequence number: the sealed reports that the history is not known to
+// have, and some that it has, and what is counted and not sealed, as the reports that it would make now. It changes nothing and
+// takes no lock, so that the gateway may run meanwhile.
 func Read(dir, gateway string) ([]*schemas.Report, error) {
-	names, err := filepath.Glob(filepath.Join(dir, "*.seg"))
+	all, err := read(dir, gateway)
+	if err != nil {
+		return nil, fmt.Errorf("read spool %s: %w", dir, err)
+	}
+	slices.SortFunc(all, func(a, b *schemas.Report) int {
+		return cmp.Or(cmp.Compare(a.Boot, b.Boot), cmp.Compare(a.Seq, b.Seq))
+	})
+	return all, nil
+}
+
+func read(dir, gateway string) ([]*schemas.Report, error) {
+	lives, err := readLives(dir) // first: what is sealed meanwhile is in both, and left out below
+	if err != nil {
+		return nil, err
+	}
+	names, err := segmentNames(dir, func(string) {}) // the gateway tells of what is none of ours
 	if err != nil {
 		return nil, err
 	}
@@ -25,36 +68,57 @@ func Read(dir, gateway string) ([]*schemas.Report, error) {
 		seq  uint64
 	}
 	kept := map[id]*schemas.Report{}
-	slices.Sort(names)
+	known := map[string]bootKnown{}
 	for _, name := range names {
-		var n uint64
-		var seed uint32
-		if _, err := fmt.Sscanf(filepath.Base(name), "%16x-%8x.seg", &n, &seed); err != nil {
-			continue // none of ours
-		}
-		if err := readSegment(name, seed, func(r *schemas.Report) {
+		if err := readSegment(name, known, func(r *schemas.Report) {
 			r.Gateway = gateway
 			kept[id{r.Boot, r.Seq}] = r
 		}); err != nil && !errors.Is(err, fs.ErrNotExist) { // done with while we looked
-			return nil, fmt.Errorf("read spool %s: %w", dir, err)
+			return nil, fmt.Errorf("%s: %w", filepath.Base(name), err)
 		}
 	}
 	all := make([]*schemas.Report, 0, len(kept))
 	for _, r := range kept {
 		all = append(all, r)
 	}
-	slices.SortFunc(all, func(a, b *schemas.Report) int {
-		return cmp.Or(cmp.Compare(a.Boot, b.Boot), cmp.Compare(a.Seq, b.Seq))
-	})
+	for _, l := range lives {
+		k := known[l.boot]
+		var found ingest.Found
+		for gen, counts := range l.counts {
+			if gen > k.sealed {
+				for i := range counts {
+					c := &counts[i]
+					found.Add(&c.cell, c.texts[0], c.texts[1], c.texts[2], c.texts[3])
+				}
+			}
+		}
+		all = append(all, found.Reports(gateway, l.boot, max(l.lastSeq, k.seq))...)
+	}
 	return all, nil
 }
 
-func readSegment(name string, seed uint32, note func(*schemas.Report)) error {
+func readSegment(name string, known map[string]bootKnown, note func(*schemas.Report)) error {
+	_, seed, err := segmentID(name)
+	if err != nil {
+		return err
+	}
 	b, err := os.ReadFile(name)
 	if err != nil {
 		return err
 	}
-	for _, rec := range scan(b, seed).reports {
+	c, err := scan(b, seed)
+	if err != nil {
+		return err
+	}
+	for _, r := range c.commits {
+		k := known[r.boot]
+		k.sealed = max(k.sealed, r.generation)
+		known[r.boot] = k
+	}
+	for _, rec := range c.reports {
+		k := known[rec.boot]
+		k.seq = max(k.seq, rec.seq)
+		known[rec.boot] = k
 		whole, ok, err := parse(b[rec.at:], seed)
 		if err != nil || !ok {
 			continue // damaged: the gateway tells of it
@@ -66,4 +130,41 @@ func readSegment(name string, seed uint32, note func(*schemas.Report)) error {
 		note(r)
 	}
 	return nil
+}
+
+// lifeCounts is what is in a file of counts, by generation.
+type lifeCounts struct {
+	boot    string
+	lastSeq uint64
+	counts  map[uint32][]oneCount
+}
+
+type oneCount struct {
+	cell  ingest.Cell
+	texts [4]string
+}
+
+func readLives(dir string) (all []lifeCounts, err error) {
+	names, err := filepath.Glob(filepath.Join(dir, "live-*"))
+	if err != nil {
+		return nil, err
+	}
+	for _, name := range names {
+		d, err := openDead(name)
+		if errors.Is(err, fs.ErrNotExist) || errors.Is(err, errDamaged) { // sealed while we looked, or the gateway tells of it
+			continue
+		}
+		if err != nil {
+			return nil, fmt.Errorf("%s: %w", filepath.Base(name), err)
+		}
+		l := lifeCounts{boot: d.boot, lastSeq: d.lastSeq, counts: map[uint32][]oneCount{}}
+		_, err = d.each(0, func(gen uint32, c *ingest.Cell, texts [4]string) {
+			l.counts[gen] = append(l.counts[gen], oneCount{*c, texts})
+		})
+		if err := errors.Join(err, d.f.Close()); err != nil {
+			return nil, fmt.Errorf("%s: %w", filepath.Base(name), err)
+		}
+		all = append(all, l)
+	}
+	return all, nil
 }

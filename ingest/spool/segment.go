@@ -1,6 +1,7 @@
 package spool
 
 import (
+	"bytes"
 	"encoding/binary"
 	"errors"
 	"fmt"
@@ -13,18 +14,23 @@ import (
 
 // A segment is a file of records, to which groups of reports are appended:
 //
+//	file   = header (16 bytes: "weirseg\n", version (4), CRC32C of these), records
 //	record = magic, length, CRC32C of these two, CRC32C of the payload (4 bytes each, little endian), payload
 //	payload = 'R', seq (8), requests (8), bytes of boot (1), boot, report as protobuf
 //	        | 'C', generation (4), bytes of boot (1), boot
 //
 // A group is reports and then a commit, written twice. The commit names the generation of counts, of one boot, that is
 // in the group: what is in a page of that generation or an older one is in a report. A group at the end of a file
-// without a commit was never kept. One that another group follows was, and its commit is damaged.
+// without a commit was never kept, unless the file was cut off: see Spool.ordinary. One that another group follows was, and
+// its commit is damaged.
 //
 // Both checksums begin with a seed from the file's name, which is random: no text that a caller chose can be taken for
 // a record when, behind damage, the next one is looked for.
 
 const (
+	segMagic   = "weirseg\n"
+	version    = 1 // of the records
+	segHead    = 16
 	magic      = 0x57e1_5eb5
 	headBytes  = 16
 	maxPayload = 4 << 20
@@ -45,6 +51,15 @@ type record struct {
 	generation uint32 // of a commit
 	at         int64  // in the file
 	size       int
+}
+
+// errNewer says that another weir wrote a file, one that knows more.
+var errNewer = errors.New("a newer weir wrote it")
+
+func appendHeader(b []byte) []byte {
+	start := len(b)
+	b = binary.LittleEndian.AppendUint32(append(b, segMagic...), version)
+	return binary.LittleEndian.AppendUint32(b, crc32.Checksum(b[start:], castagnoli))
 }
 
 func appendRecord(b []byte, seed uint32, payload func([]byte) []byte) []byte {
@@ -127,32 +142,60 @@ func parse(b []byte, seed uint32) (r record, whole bool, err error) {
 type contents struct {
 	reports []record // without their bodies
 	commits []record
-	damaged int // records, or runs of bytes that are none
-	torn    int // records at the end, of a group that was never kept
+	damage  []span // records, or runs of bytes that are none
+	end     int64  // of the last commit, or of the header
+
+	// Behind it:
+	tail []record // whole reports, of a group without a commit
+	torn span     // bytes that are no whole record
+	cut  bool     // torn is nothing, the beginning of a record, or zeros
 }
 
-// scan reads a segment. Damage costs the records that it lies in.
-func scan(b []byte, seed uint32) (c contents) {
+// span is a run of bytes in a file.
+type span struct{ at, size int64 }
+
+// scan reads a segment. Damage costs the records that it lies in. errNewer says that the file is none for us.
+func scan(b []byte, seed uint32) (c contents, err error) {
+	at := segHead
+	switch header := b[:min(len(b), segHead)]; {
+	case len(header) == segHead && string(header[:8]) == segMagic && binary.LittleEndian.Uint32(header[12:]) == crc32.Checksum(header[:12], castagnoli):
+		if v := binary.LittleEndian.Uint32(header[8:]); v != version {
+			return c, fmt.Errorf("%w: version %d, want %d", errNewer, v, version)
+		}
+	case len(header) < segHead && bytes.HasPrefix(appendHeader(nil), header), zeros(b): // it was being made
+		c.torn, c.cut = span{0, int64(len(b))}, true
+		return c, nil
+	default:
+		if _, whole, err := parse(b, seed); err == nil && whole { // made before files had a header
+			at = 0
+			break
+		}
+		at = len(header)
+		c.damage = append(c.damage, span{0, int64(at)})
+	}
+	c.end, c.cut = int64(at), true
 	var group []record
-	broken := 0 // in the group
+	var broken []span // in the group
 	committed := false
-	for at := 0; at < len(b); {
+	for at < len(b) {
 		r, whole, err := parse(b[at:], seed)
 		if err != nil { // look for the next one
+			bad := at
 			for at++; at < len(b); at++ {
 				if _, whole, err = parse(b[at:], seed); err == nil && whole {
 					break
 				}
 			}
+			run := span{int64(bad), int64(at - bad)}
 			if at == len(b) {
-				c.torn++
+				c.torn, c.cut = run, begins(b[bad:], seed) && len(broken) == 0
 			} else {
-				broken++
+				broken = append(broken, run)
 			}
 			continue
 		}
 		if !whole {
-			broken++
+			broken = append(broken, span{int64(at), int64(r.size)})
 			at += r.size
 			continue
 		}
@@ -163,16 +206,34 @@ func scan(b []byte, seed uint32) (c contents) {
 				c.commits = append(c.commits, r)
 			}
 			committed = true
-			c.reports, c.damaged = append(c.reports, group...), c.damaged+broken
-			group, broken = nil, 0
+			c.reports, c.damage = append(c.reports, group...), append(c.damage, broken...)
+			group, broken, c.end = nil, nil, int64(at)
 			continue
 		}
 		committed = false
 		group = append(group, r) // behind one whose commits are damaged, the next commit keeps both
 	}
-	c.torn += len(group)
-	return c
+	c.tail = group
+	if len(broken) > 0 { // the system may have written a later page and not this one
+		c.damage, c.cut = append(c.damage, broken...), false
+	}
+	return c, nil
 }
+
+// begins says whether b is the beginning of a record that goes on beyond it, or nothing was written there.
+func begins(b []byte, seed uint32) bool {
+	var want [4]byte
+	binary.LittleEndian.PutUint32(want[:], magic)
+	if len(b) < headBytes {
+		return bytes.HasPrefix(b, want[:min(len(b), 4)]) || zeros(b)
+	}
+	if binary.LittleEndian.Uint32(b) != magic || binary.LittleEndian.Uint32(b[8:]) != crc32.Update(seed, castagnoli, b[:8]) {
+		return zeros(b)
+	}
+	return len(b) < headBytes+int(binary.LittleEndian.Uint32(b[4:]))
+}
+
+func zeros(b []byte) bool { return len(bytes.Trim(b, "\x00")) == 0 }
 
 // readReport reads the report at a place that scan has found, or append made.
 func readReport(f io.ReaderAt, seed uint32, at int64, size int) (*schemas.Report, error) {

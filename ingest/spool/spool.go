@@ -27,6 +27,8 @@ type Config struct {
 	MaxBytes     int64 // of sealed reports; the last group may go over it by its own size (1 GiB)
 	MaxLive      int64 // of counts that are not sealed; what is over it does not survive a kill (256 MiB)
 	SegmentBytes int64 // a file of reports is closed at this size (8 MiB, or an eighth of MaxBytes)
+
+	sync func(*os.File) error // makes the content of a file outlive a power cut (fdatasync)
 }
 
 func (c Config) withDefaults() Config {
@@ -38,6 +40,9 @@ func (c Config) withDefaults() Config {
 	num(&c.MaxBytes, 1<<30)
 	num(&c.MaxLive, 256<<20)
 	num(&c.SegmentBytes, min(8<<20, max(c.MaxBytes/8, 64<<10)))
+	if c.sync == nil {
+		c.sync = syncData
+	}
 	return c
 }
 
@@ -46,12 +51,12 @@ var ErrInUse = errors.New("another process uses it")
 
 // Metrics are shared by all spools of a process.
 type Metrics struct {
-	Degraded  prometheus.Gauge       // raised by one while a spool is full, or cannot write
+	Degraded  prometheus.Gauge       // raised by one while a spool is full, cannot write, or has files of a newer weir
 	Bytes     prometheus.Gauge       // of reports on disk
 	Forgotten prometheus.Counter     // reports in the stream that were let go of before the history had them
-	Damaged   prometheus.Counter     // records that could not be read
+	Damaged   prometheus.Counter     // records, or runs of bytes, that could not be read
 	Recovered prometheus.Counter     // requests that a killed process had counted and not sealed
-	Errors    *prometheus.CounterVec // reason: full, no_space, read_only, io
+	Errors    *prometheus.CounterVec // reason: full, no_space, read_only, version, io
 }
 
 // NewMetrics registers the metrics with reg. Degraded is private until the wiring puts the shared one there.
@@ -60,11 +65,11 @@ func NewMetrics(reg prometheus.Registerer) *Metrics {
 		Degraded:  prometheus.NewGauge(prometheus.GaugeOpts{Name: "weir_degraded", ConstLabels: prometheus.Labels{"part": "spool"}}),
 		Bytes:     prometheus.NewGauge(prometheus.GaugeOpts{Name: "weir_spool_bytes", Help: "Size of the usage reports on disk."}),
 		Forgotten: prometheus.NewCounter(prometheus.CounterOpts{Name: "weir_spool_forgotten_total", Help: "Usage reports that the stream had and the history not yet, let go of because the spool was full."}),
-		Damaged:   prometheus.NewCounter(prometheus.CounterOpts{Name: "weir_spool_damaged_total", Help: "Records of the spool that could not be read, and are lost."}),
+		Damaged:   prometheus.NewCounter(prometheus.CounterOpts{Name: "weir_spool_damaged_total", Help: "Records of the spool, or runs of bytes, that could not be read. Their files are kept as damaged-…."}),
 		Recovered: prometheus.NewCounter(prometheus.CounterOpts{Name: "weir_spool_recovered_requests_total", Help: "Requests that a killed process had counted and not sealed."}),
 		Errors:    prometheus.NewCounterVec(prometheus.CounterOpts{Name: "weir_spool_errors_total", Help: "Times that the spool did not take reports. They wait in memory."}, []string{"reason"}),
 	}
-	for _, r := range []string{"full", "no_space", "read_only", "io"} {
+	for _, r := range []string{"full", "no_space", "read_only", "version", "io"} {
 		m.Errors.WithLabelValues(r)
 	}
 	reg.MustRegister(m.Bytes, m.Forgotten, m.Damaged, m.Recovered, m.Errors)
@@ -79,6 +84,8 @@ func reason(err error) string {
 		return "no_space"
 	case errors.Is(err, syscall.EROFS), errors.Is(err, os.ErrPermission):
 		return "read_only"
+	case errors.Is(err, errNewer):
+		return "version"
 	}
 	return "io"
 }
@@ -104,6 +111,8 @@ type Spool struct {
 	buf     []byte
 	group   []*entry
 	groupAt int64 // where the group begins in active
+	late    []*life
+	lateAt  time.Time // when to try late again
 
 	mu       sync.Mutex // the fields below
 	active   *segment   // the one that is written to; nil when the next group begins one
@@ -121,6 +130,8 @@ type segment struct {
 	seed uint32
 	size int64 // up to the last commit
 	left int   // reports that are still needed
+
+	damaged bool // it is kept aside when none of them is
 }
 
 // entry is one report.
@@ -171,14 +182,20 @@ func (s *Spool) open() (err error) {
 	if err != nil {
 		return err
 	}
-	if err := s.recover(known); err != nil {
+	names, err := filepath.Glob(filepath.Join(s.dir, "live-*"))
+	if err != nil {
 		return err
 	}
+	for _, name := range names {
+		boot, _ := bootOf(name)
+		s.late = append(s.late, &life{name, known[boot]})
+	}
+	s.recover()
 	var seed [4]byte
 	_, _ = rand.Read(seed[:])
 	s.live = &live{dir: s.dir, boot: s.boot, kernel: kernelLife(), seed: binary.LittleEndian.Uint32(seed[:]), most: s.cfg.MaxLive,
 		lastSeq: s.seq, taken: map[uint32][][]byte{}, volatile: map[uint32]uint32{}}
-	s.note("counts do not survive a kill", s.live.reserve())
+	s.note(noCounts, s.live.reserve())
 	return nil
 }
 
@@ -187,7 +204,12 @@ func lockDir(dir string) (*os.File, error) {
 	if err != nil {
 		return nil, err
 	}
-	if err := syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB); err != nil {
+	err = syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB)
+	for try := 0; errors.Is(err, syscall.EWOULDBLOCK) && try < 10; try++ { // perhaps somebody only looks whether it is held: see Abandoned
+		time.Sleep(5 * time.Millisecond)
+		err = syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB)
+	}
+	if err != nil {
 		who := make([]byte, 20)
 		n, _ := f.Read(who)
 		if errors.Is(err, syscall.EWOULDBLOCK) {
@@ -212,38 +234,102 @@ type bootKnown struct {
 	seq    uint64
 }
 
-func (s *Spool) readSegments() (map[string]bootKnown, error) {
-	names, err := filepath.Glob(filepath.Join(s.dir, "*.seg"))
+// life is the file of counts of a process that has ended.
+type life struct {
+	name  string
+	known bootKnown
+}
+
+// Trouble with the counts: of this life, of earlier ones, and of what a newer weir has left.
+const (
+	noCounts = "counts do not survive a kill"
+	noRoom   = "counts of an earlier life wait until they can be sealed"
+	newer    = "a file in it is not for this weir, and stays for the one that wrote it"
+)
+
+// lateEvery is how long counts of an earlier life wait at least before they are tried again.
+const lateEvery = 5 * time.Second
+
+// segmentNames are those of dir's files of reports, oldest first; other is told of names that are none.
+func segmentNames(dir string, other func(name string)) ([]string, error) {
+	all, err := filepath.Glob(filepath.Join(dir, "*.seg"))
 	if err != nil {
 		return nil, err
 	}
+	names := all[:0]
+	for _, name := range all {
+		if _, _, err := segmentID(name); err != nil {
+			other(filepath.Base(name))
+			continue
+		}
+		names = append(names, name)
+	}
 	slices.Sort(names)
+	return names, nil
+}
+
+func segmentID(name string) (n uint64, seed uint32, err error) {
+	_, err = fmt.Sscanf(filepath.Base(name), "%16x-%8x.seg", &n, &seed)
+	return n, seed, err
+}
+
+func (s *Spool) readSegments() (map[string]bootKnown, error) {
+	names, err := segmentNames(s.dir, func(name string) {
+		if strings.HasPrefix(name, aside) {
+			s.log.Warn("a damaged file lies in the spool until somebody takes it away", "file", name)
+			return
+		}
+		s.log.Error("a file that is none of ours is in the spool", "file", name)
+	})
+	if err != nil {
+		return nil, err
+	}
+	lives, err := s.lives()
+	if err != nil {
+		return nil, err
+	}
 	known := map[string]bootKnown{}
 	type id struct {
 		boot string
 		seq  uint64
 	}
 	have := map[id]*entry{}
-	damaged := 0
-	for _, name := range names {
-		var n uint64
-		var seed uint32
-		if _, err := fmt.Sscanf(filepath.Base(name), "%16x-%8x.seg", &n, &seed); err != nil {
-			s.log.Error("a file that is none of ours is in the spool", "file", filepath.Base(name))
-			continue
-		}
+	for i, name := range names {
+		n, seed, _ := segmentID(name)
 		s.nextID = max(s.nextID, n+1)
 		b, err := os.ReadFile(name)
 		if err != nil {
 			return nil, err
 		}
-		f, err := os.Open(name)
+		c, err := scan(b, seed)
 		if err != nil {
+			s.note(newer, fmt.Errorf("%s: %w", filepath.Base(name), err))
+			continue
+		}
+		seg := &segment{seed: seed, size: int64(len(b))}
+		if ordinary(c, lives, i == len(names)-1) {
+			if c.end < seg.size { // a group that was being written when the process was killed: its counts are where they were
+				if err := os.Truncate(name, c.end); err != nil {
+					return nil, err
+				}
+				seg.size = c.end
+			}
+		} else {
+			c.damage = append(c.damage, span{c.end, seg.size - c.end})
+		}
+		if len(c.damage) > 0 {
+			seg.damaged = true
+			s.m.Damaged.Add(float64(len(c.damage)))
+			var requests uint64
+			for _, r := range c.tail {
+				requests += r.requests
+			}
+			s.log.Error("a file of the spool is damaged, or cut off: what can be read is delivered, the usage in the rest is not, and the file is kept aside", "file", filepath.Base(name),
+				"as", aside+filepath.Base(name), "offset", c.damage[0].at, "bytes", c.damage[0].size, "places", len(c.damage), "reports", len(c.reports), "uncommitted_requests", requests)
+		}
+		if seg.f, err = os.Open(name); err != nil {
 			return nil, err
 		}
-		c := scan(b, seed)
-		damaged += c.damaged
-		seg := &segment{f: f, seed: seed, size: int64(len(b))}
 		s.bytes += seg.size
 		s.m.Bytes.Add(float64(seg.size))
 		for _, r := range c.commits {
@@ -271,85 +357,158 @@ func (s *Spool) readSegments() (map[string]bootKnown, error) {
 			s.remove(seg)
 		}
 	}
-	if damaged > 0 {
-		s.m.Damaged.Add(float64(damaged))
-		s.log.Error("records of the spool are damaged, the usage in them is lost", "records", damaged)
-	}
 	return known, nil
 }
 
-// recover seals what dead processes had counted.
-func (s *Spool) recover(known map[string]bootKnown) error {
+// lives are the headers of the files of counts, by boot.
+func (s *Spool) lives() (map[string]*dead, error) {
 	names, err := filepath.Glob(filepath.Join(s.dir, "live-*"))
 	if err != nil {
-		return err
+		return nil, err
 	}
+	all := map[string]*dead{}
 	for _, name := range names {
 		d, err := openDead(name)
-		if errors.Is(err, errDamaged) {
-			if info, serr := os.Stat(name); serr == nil && info.Size() > chunkBytes {
-				s.m.Damaged.Inc()
-				s.log.Error("a file of counts is damaged, it is kept aside", "file", filepath.Base(name))
-				if err := os.Rename(name, filepath.Join(s.dir, "damaged-"+filepath.Base(name))); err != nil {
-					return err
-				}
-				continue
-			}
-			if err := os.Remove(name); err != nil { // it was being made
-				return err
-			}
-			continue
-		}
 		if err != nil {
-			return err
+			continue // recover tells of it
 		}
-		if err := errors.Join(s.bury(d, known[d.boot]), d.f.Close()); err != nil {
-			s.log.Error("counts of an earlier life cannot be sealed now, the next start tries again", "boot", d.boot, "err", err)
-			s.m.Errors.WithLabelValues(reason(err)).Inc()
-			continue
+		if err := d.f.Close(); err != nil {
+			return nil, err
 		}
-		if err := os.Remove(name); err != nil {
-			return err
-		}
+		all[d.boot] = d
 	}
-	return nil
+	return all, nil
 }
 
-func (s *Spool) bury(d *dead, k bootKnown) error {
+// ordinary says whether a file ends as a kill or a power cut leaves it: behind the last commit there is nothing, or the beginning
+// of a group that never was committed. That can be in the last file only. A life writes down the number of its last report
+// once that is synced, beside its counts: up to this number nothing may be missing.
+func ordinary(c contents, lives map[string]*dead, last bool) bool {
+	kept := map[string]uint64{}
+	for _, r := range c.reports {
+		kept[r.boot] = max(kept[r.boot], r.seq)
+	}
+	for boot, seq := range kept {
+		if d := lives[boot]; last && d != nil && d.lastSeq > seq && d.kernel == kernelLife() { // a power cut takes reports of buckets alone
+			return false
+		}
+	}
+	if len(c.tail) == 0 && c.torn.size == 0 {
+		return true
+	}
+	for _, r := range c.tail {
+		if d := lives[r.boot]; r.requests > 0 && (d == nil || r.seq <= d.lastSeq) {
+			return false
+		}
+	}
+	return last && c.cut
+}
+
+// Recover seals counts of earlier lives that Open could not, for there was no room, and returns how many reports that makes. It is
+// called now and then by the goroutine that seals, between groups.
+func (s *Spool) Recover() (reports int) {
+	s.mu.Lock()
+	short := s.trouble[noCounts]
+	s.mu.Unlock()
+	if short {
+		s.note(noCounts, s.live.reserve())
+	}
+	if len(s.late) == 0 || time.Now().Before(s.lateAt) {
+		return 0
+	}
+	return s.recover()
+}
+
+// recover seals what dead processes had counted, as far as it can now.
+func (s *Spool) recover() (reports int) {
+	all := s.late
+	s.late = nil
+	var failed error
+	for _, l := range all {
+		n, err := s.take(l)
+		if reports += n; err != nil {
+			failed = errors.Join(failed, fmt.Errorf("%s: %w", filepath.Base(l.name), err))
+			s.late = append(s.late, l)
+		}
+	}
+	s.note(noRoom, failed)
+	s.lateAt = time.Now().Add(lateEvery)
+	return reports
+}
+
+// take seals the counts of a life and removes its file.
+func (s *Spool) take(l *life) (reports int, err error) {
+	d, err := openDead(l.name)
+	switch {
+	case errors.Is(err, errNewer):
+		s.note(newer, fmt.Errorf("%s: %w", filepath.Base(l.name), err))
+		return 0, nil
+	case errors.Is(err, errDamaged):
+		if info, serr := os.Stat(l.name); serr != nil || info.Size() <= chunkBytes {
+			return 0, errors.Join(serr, os.Remove(l.name)) // it was being made
+		}
+		s.m.Damaged.Inc()
+		s.log.Error("a file of counts is damaged, it is kept aside", "file", filepath.Base(l.name))
+		return 0, s.setAside(l.name)
+	case err != nil:
+		return 0, err
+	}
+	reports, damaged, err := s.bury(d, &l.known)
+	if err := errors.Join(err, d.f.Close()); err != nil {
+		return reports, err
+	}
+	if damaged > 0 {
+		s.m.Damaged.Add(float64(damaged))
+		s.log.Error("counts of an earlier life are damaged, some are lost, and their file is kept aside", "boot", d.boot, "entries", damaged, "file", filepath.Base(l.name))
+		return reports, s.setAside(l.name)
+	}
+	return reports, os.Remove(l.name)
+}
+
+// aside is before the name of a file that could not be read whole.
+const aside = "damaged-"
+
+func (s *Spool) setAside(name string) error {
+	return os.Rename(name, filepath.Join(s.dir, aside+filepath.Base(name)))
+}
+
+// bury seals the counts of d above what is known to be sealed, and makes that known.
+func (s *Spool) bury(d *dead, known *bootKnown) (reports, damaged int, err error) {
 	var found ingest.Found
 	var last uint32
-	damaged, err := d.each(k.sealed, func(gen uint32, c *ingest.Cell, t [4]string) {
+	damaged, err = d.each(known.sealed, func(gen uint32, c *ingest.Cell, t [4]string) {
 		last = max(last, gen)
 		found.Add(c, t[0], t[1], t[2], t[3])
 	})
-	if damaged > 0 {
-		s.m.Damaged.Add(float64(damaged))
-		s.log.Error("counts of an earlier life are damaged, some are lost", "boot", d.boot, "entries", damaged)
-	}
 	if err != nil || last == 0 {
-		return err
+		return 0, damaged, err
 	}
-	boot, seq := d.boot, max(d.lastSeq, k.seq)
+	boot, seq := d.boot, max(d.lastSeq, known.seq)
 	if d.kernel == "" || d.kernel != kernelLife() {
 		boot, seq = s.boot, s.seq
+		if s.live != nil { // which is in use: nobody had this one
+			boot, seq = rand.Text(), 0
+		}
 	}
 	var requests uint64
 	for _, r := range found.Reports(s.gateway, boot, seq) {
 		if err := s.Append(r); err != nil {
-			return err
+			return 0, damaged, err
 		}
 		seq = r.Seq
 		requests += r.Requests()
+		reports++
 	}
 	if err := s.commit(d.boot, last); err != nil {
-		return err
+		return 0, damaged, err
 	}
+	known.sealed, known.seq = last, seq
 	if boot == s.boot {
 		s.seq = seq
 	}
 	s.m.Recovered.Add(float64(requests))
 	s.log.Info("counts of a life that was killed are sealed", "boot", d.boot, "under", boot, "requests", requests)
-	return nil
+	return reports, damaged, nil
 }
 
 // Cell is ingest.Spool's. It makes no system call, save where a thousand new keys come at once.
@@ -397,7 +556,7 @@ func (s *Spool) Append(r *schemas.Report) (err error) {
 	if err := s.begin(); err != nil {
 		return err
 	}
-	at := s.groupAt
+	at := max(s.groupAt, segHead)
 	if n := len(s.group); n > 0 {
 		at = s.group[n-1].at + int64(s.group[n-1].size)
 	}
@@ -442,6 +601,9 @@ func (s *Spool) begin() error {
 	}
 	s.groupAt = active.size
 	s.buf = s.buf[:0]
+	if s.groupAt == 0 {
+		s.buf = appendHeader(s.buf)
+	}
 	return nil
 }
 
@@ -490,7 +652,7 @@ func (s *Spool) Commit(generation uint32) error {
 		return err
 	}
 	s.live.forget(generation)
-	s.note("counts do not survive a kill", s.live.reserve())
+	s.note(noCounts, s.live.reserve())
 	return nil
 }
 
@@ -511,7 +673,7 @@ func (s *Spool) commit(boot string, generation uint32) (err error) {
 		return err
 	}
 	if generation > 0 {
-		if err := syncData(s.active.f); err != nil {
+		if err := s.cfg.sync(s.active.f); err != nil {
 			s.mu.Lock()
 			defer s.mu.Unlock()
 			s.bytes += end - s.active.size
@@ -559,8 +721,9 @@ func (s *Spool) Next() (*schemas.Report, bool) {
 			r, err := readReport(e.seg.f, e.seg.seed, e.at, e.size)
 			if err != nil {
 				s.m.Damaged.Inc()
-				s.log.Error("a report in the spool is damaged, the usage in it is lost", "boot", e.boot, "seq", e.seq, "requests", e.requests, "err", err)
+				s.log.Error("a report in the spool is damaged, the usage in it is lost, and its file is kept aside", "file", filepath.Base(e.seg.f.Name()), "offset", e.at, "boot", e.boot, "seq", e.seq, "requests", e.requests, "err", err)
 				s.mu.Lock()
+				e.seg.damaged = true
 				s.pop()
 				s.done(e)
 				s.mu.Unlock()
@@ -591,8 +754,11 @@ func (s *Spool) done(e *entry) {
 }
 
 func (s *Spool) remove(seg *segment) {
-	name := seg.f.Name()
-	if err := errors.Join(seg.f.Close(), os.Remove(name)); err != nil {
+	name, put := seg.f.Name(), os.Remove
+	if seg.damaged {
+		put = s.setAside
+	}
+	if err := errors.Join(seg.f.Close(), put(name)); err != nil {
 		s.log.Warn("a file of the spool that is not needed any more stays", "file", filepath.Base(name), "err", err)
 	}
 	s.bytes -= seg.size

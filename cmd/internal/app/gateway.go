@@ -114,6 +114,16 @@ func NewGateway(cfg GatewayConfig, policy *Policy, nc *nats.Conn, m *Metrics, st
 		return g.enforcer.Settle(ctx, now, q, d, feed.Take)
 	}
 	g.Guard = httpguard.New(httpguard.Config{Now: cfg.Now, Clock: cfg.Clock, Mode: g.enforcer.Mode, Settle: settle}, g.enforcer, policy.Current, g.reporter, m.guard, log)
+	if cfg.Data != "" {
+		stack.Go("spools beside that of "+cfg.Name, func(ctx context.Context) error {
+			select {
+			case <-ctx.Done():
+			case <-time.After(besideAfter):
+				warnAbandoned(cfg.Data, cfg.Name, log)
+			}
+			return nil
+		})
+	}
 	// Stopping goes the other way: requests end, then the last counts are reported.
 	stack.Go("reports of "+cfg.Name, g.reporter.Run)
 	stack.Go("throttle feed of "+cfg.Name, feed.Run)
@@ -131,6 +141,30 @@ func NewGateway(cfg GatewayConfig, policy *Policy, nc *nats.Conn, m *Metrics, st
 		}
 	}
 	return g, nil
+}
+
+// besideAfter is how long other gateways of the same folder may take to start until their spools count as left alone.
+const besideAfter = 5 * time.Second
+
+// warnAbandoned tells of requests in the spools of other gateways under data that no process has: only a gateway of that name delivers
+// them, and where the name is a host's, none may ever come.
+func warnAbandoned(data, name string, log *slog.Logger) {
+	dirs, err := filepath.Glob(filepath.Join(data, "gateways", "*", "spool"))
+	if err != nil {
+		log.Error("spools of other gateways are not looked for", "data", data, "err", err)
+	}
+	for _, dir := range dirs {
+		other := filepath.Base(filepath.Dir(dir))
+		if other == name {
+			continue
+		}
+		switch requests, err := spool.Abandoned(dir); {
+		case err != nil:
+			log.Warn("the spool of another gateway cannot be read", "of", other, "spool", dir, "err", err)
+		case requests > 0:
+			log.Warn("usage of a gateway that does not run lies here, and nobody delivers it: start a gateway with this --data and --name "+other, "of", other, "requests", requests, "spool", dir)
+		}
+	}
 }
 
 // lastFleet is the file where is kept what is known of the fleet, and what to begin with: what an earlier life was told, unless

@@ -1,0 +1,392 @@
+package spool
+
+import (
+	"bytes"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"hash/crc32"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/testutil"
+
+	"github.com/weirhq/weir/schemas"
+)
+
+// leave makes a spool of one life that has three reports of 500 requests in one file, and 7 requests that are not sealed.
+func leave(t *testing.T) (dir, segment string) {
+	t.Helper()
+	dir = t.TempDir()
+	s := open(t, Config{}, dir, "one", nil)
+	for seq := uint64(1); seq <= 3; seq++ {
+		add(t, s, uint32(seq), report("one", seq, 500))
+	}
+	count(s, 4, "live", 7)
+	segment = s.active.f.Name()
+	if err := s.Close(); err != nil {
+		t.Fatal(err)
+	}
+	return dir, segment
+}
+
+// What cannot be read is told, with its place, counted, and kept aside; what can be is delivered. What a kill leaves behind
+// the last commit is none of that.
+func TestDamagedSegmentIsKept(t *testing.T) {
+	edit := func(f func([]byte) []byte) func(*testing.T, string) {
+		return func(t *testing.T, name string) {
+			b, err := os.ReadFile(name)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if err := os.WriteFile(name, f(b), 0o600); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	for _, c := range []struct {
+		name     string
+		harm     func(*testing.T, string)
+		requests uint64
+		ordinary bool
+	}{
+		{"other magic", edit(func(b []byte) []byte {
+			var is, other [4]byte
+			binary.LittleEndian.PutUint32(is[:], magic)
+			binary.LittleEndian.PutUint32(other[:], magic+1)
+			return bytes.ReplaceAll(b, is[:], other[:])
+		}), 7, false},
+		{"other seed", func(t *testing.T, name string) {
+			if err := os.Rename(name, filepath.Join(filepath.Dir(name), "0000000000000000-00000001.seg")); err != nil {
+				t.Fatal(err)
+			}
+		}, 7, false},
+		{"cut within the last group", edit(func(b []byte) []byte { return b[:len(b)-60] }), 1007, false},
+		{"cut behind a commit", edit(func(b []byte) []byte { return b[:(len(b)-segHead)/3*2+segHead] }), 1007, false},
+		{"a bit", edit(func(b []byte) []byte { b[segHead+headBytes+30] ^= 1; return b }), 1007, false},
+		{"garbage behind", edit(func(b []byte) []byte { return append(b, "garbage"...) }), 1507, false},
+		{"zeros behind", edit(func(b []byte) []byte { return append(b, make([]byte, 4096)...) }), 1507, true},
+		{"being written", edit(func(b []byte) []byte {
+			r, _ := appendReport(nil, seedOf(b), report("one", 4, 7))
+			return append(b, r[:len(r)-3]...)
+		}), 1507, true},
+		{"written and not committed", edit(func(b []byte) []byte {
+			r, _ := appendReport(b, seedOf(b), report("one", 4, 7))
+			return r
+		}), 1507, true},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			dir, name := leave(t)
+			seedNow = name
+			c.harm(t, name)
+			if c.name == "other seed" {
+				name = filepath.Join(dir, "0000000000000000-00000001.seg")
+			}
+			var out bytes.Buffer
+			m := NewMetrics(prometheus.NewRegistry())
+			s, err := Open(Config{}, dir, "gw", "two", slog.New(slog.NewTextHandler(&out, nil)), m)
+			if err != nil {
+				t.Fatal(err)
+			}
+			t.Cleanup(func() { _ = s.Close() })
+			if _, n := s.Len(); n != c.requests {
+				t.Errorf("%d requests are there to send, want %d", n, c.requests)
+			}
+			told := strings.Contains(out.String(), filepath.Base(name)) && strings.Contains(out.String(), "offset=")
+			if damaged := testutil.ToFloat64(m.Damaged) > 0; damaged == c.ordinary || told == c.ordinary {
+				t.Errorf("damaged: %t, told: %t, want both %t:\n%s", damaged, told, !c.ordinary, out.String())
+			}
+			s.Stored(schemas.Floor{Stream: "s"}, &schemas.Stored{Boots: map[string]schemas.Ranges{"one": {{1, 100}}}})
+			_, err = os.Stat(filepath.Join(dir, aside+filepath.Base(name)))
+			if kept := err == nil; kept == c.ordinary {
+				t.Errorf("kept aside when all is delivered: %t, want %t", kept, !c.ordinary)
+			}
+			if _, err := os.Stat(name); err == nil {
+				t.Error("the file is still there under its name")
+			}
+		})
+	}
+}
+
+// seedNow is the segment whose seed seedOf takes.
+var seedNow string
+
+func seedOf([]byte) uint32 {
+	_, seed, err := segmentID(seedNow)
+	if err != nil {
+		panic(err)
+	}
+	return seed
+}
+
+// Files of a newer weir stay as they are, and are told of; those of one before files had a header are read.
+func TestOtherVersions(t *testing.T) {
+	dir, name := leave(t)
+	whole, err := os.ReadFile(name)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(name, whole[segHead:], 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if all, err := Read(dir, "gw"); err != nil || len(all) != 4 {
+		t.Errorf("Read of a file without a header = %d reports, %v, want 4", len(all), err)
+	}
+	binary.LittleEndian.PutUint32(whole[8:], version+1)
+	binary.LittleEndian.PutUint32(whole[12:], crc32.Checksum(whole[:12], castagnoli))
+	live := liveName(dir, "one")
+	counts, err := os.ReadFile(live)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for at := 0; at <= 2048; at += 2048 {
+		counts[at+7]++
+		binary.LittleEndian.PutUint32(counts[at+124:], crc32.Checksum(counts[at:at+124], castagnoli))
+	}
+	if err := errors.Join(os.WriteFile(name, whole, 0o600), os.WriteFile(live, counts, 0o600)); err != nil {
+		t.Fatal(err)
+	}
+	var out bytes.Buffer
+	m := NewMetrics(prometheus.NewRegistry())
+	s, err := Open(Config{}, dir, "gw", "two", slog.New(slog.NewTextHandler(&out, nil)), m)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = s.Close() })
+	if n, _ := s.Len(); n != 0 || strings.Count(out.String(), "level=ERROR") != 1 || !strings.Contains(out.String(), filepath.Base(name)) || !strings.Contains(out.String(), "newer weir") {
+		t.Errorf("%d reports, want none and one line about it:\n%s", n, out.String())
+	}
+	if d, e := testutil.ToFloat64(m.Degraded), testutil.ToFloat64(m.Errors.WithLabelValues("version")); d != 1 || e != 2 {
+		t.Errorf("degraded %v, %v errors, want 1 and 2", d, e)
+	}
+	for file, want := range map[string][]byte{name: whole, live: counts} {
+		if b, err := os.ReadFile(file); err != nil || !bytes.Equal(b, want) {
+			t.Errorf("%s is not what it was: %v", filepath.Base(file), err)
+		}
+	}
+	if _, err := Read(dir, "gw"); !errors.Is(err, errNewer) {
+		t.Errorf("Read = %v, want the reason why it cannot tell", err)
+	}
+}
+
+// Reports are synced before they are handed out and before their counts are forgotten, those of a dead life as well.
+func TestSyncedBeforeSent(t *testing.T) {
+	dir := t.TempDir()
+	var s *Spool
+	synced := 0
+	cfg := Config{sync: func(f *os.File) error {
+		synced++
+		if b, err := os.ReadFile(f.Name()); err != nil || len(b) <= segHead {
+			t.Errorf("synced before it is written: %d bytes, %v", len(b), err)
+		}
+		if s == nil { // while it is opened
+			if _, err := os.Stat(liveName(dir, "one")); err != nil {
+				t.Errorf("the counts of a dead life are gone before their reports are synced: %v", err)
+			}
+			return syncData(f)
+		}
+		if r, _ := s.Next(); r != nil {
+			t.Errorf("report %d can be sent before it is synced", r.Seq)
+		}
+		if len(s.live.taken[1]) == 0 {
+			t.Error("the counts are forgotten before they are synced")
+		}
+		return syncData(f)
+	}}
+	s = open(t, cfg, dir, "one", nil)
+	count(s, 1, "t", 5)
+	add(t, s, 1, report("one", 1, 5))
+	if r, _ := s.Next(); r == nil || synced != 1 || len(s.live.taken[1]) != 0 {
+		t.Errorf("synced %d times, report %v, %d chunks left, want once, the report and none", synced, r, len(s.live.taken[1]))
+	}
+	count(s, 2, "t", 7)
+	if err := s.Close(); err != nil {
+		t.Fatal(err)
+	}
+	s, synced = nil, 0
+	s = open(t, cfg, dir, "two", nil)
+	if n, _ := s.Len(); synced != 1 || n != 2 {
+		t.Errorf("synced %d times with %d reports to send, want 1 and 2", synced, n)
+	}
+	failing := errors.New("the disk is gone")
+	s.cfg.sync = func(*os.File) error { return failing }
+	count(s, 1, "t", 9)
+	if err := errors.Join(s.Append(report("two", 1, 9)), s.Commit(1)); !errors.Is(err, failing) {
+		t.Errorf("Commit = %v, want its cause", err)
+	}
+	if n, _ := s.Len(); n != 2 || len(s.live.taken[1]) != 1 {
+		t.Errorf("%d reports can be sent with %d chunks of counts left, want 2 and 1", n, len(s.live.taken[1]))
+	}
+}
+
+// Counts of earlier lives that find no room at the start are sealed when there is, once each.
+func TestCountsThatFindNoRoomAtTheStart(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		dir, _ := leave(t)
+		full := true
+		cfg := Config{sync: func(*os.File) error {
+			if full {
+				return syscall.ENOSPC
+			}
+			return nil
+		}}
+		m := NewMetrics(prometheus.NewRegistry())
+		s := open(t, cfg, dir, "two", m)
+		if _, n := s.Len(); n != 1500 || testutil.ToFloat64(m.Degraded) != 1 {
+			t.Errorf("%d requests, degraded %v, want what was sealed, and 1", n, testutil.ToFloat64(m.Degraded))
+		}
+		time.Sleep(lateEvery)
+		if n := s.Recover(); n != 0 || testutil.ToFloat64(m.Degraded) != 1 {
+			t.Errorf("Recover on a full disk = %d with degraded %v", n, testutil.ToFloat64(m.Degraded))
+		}
+		full = false
+		if n := s.Recover(); n != 0 {
+			t.Error("Recover tries at once again")
+		}
+		time.Sleep(lateEvery)
+		for _, want := range []int{1, 0} {
+			if n := s.Recover(); n != want {
+				t.Errorf("Recover = %d, want %d", n, want)
+			}
+			time.Sleep(lateEvery)
+		}
+		if _, n := s.Len(); n != 1507 || testutil.ToFloat64(m.Degraded) != 0 {
+			t.Errorf("%d requests, degraded %v, want 1507 and 0", n, testutil.ToFloat64(m.Degraded))
+		}
+		if got := fmt.Sprint(ids(s)); got != "[one-1 one-2 one-3 one-4]" {
+			t.Errorf("sent %s", got)
+		}
+		if _, err := os.Stat(liveName(dir, "one")); err == nil {
+			t.Error("their file is still there")
+		}
+	})
+}
+
+// A reporter tries them again by itself, whether anybody asks it for anything or not.
+func TestReporterDeliversThemWhenThereIsRoom(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		dir, _ := leave(t)
+		full := true
+		s, err := Open(Config{sync: func(*os.File) error {
+			if full {
+				return syscall.ENOSPC
+			}
+			return nil
+		}}, dir, "gw", "two", quiet, nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer func() { _ = s.Close() }()
+		far := &switched{sent: map[string]bool{}}
+		_, stop := start(t, s, "two", far)
+		time.Sleep(time.Minute)
+		if far.sent["one4"] || !far.sent["one3"] {
+			t.Errorf("sent %v on a full disk, want what was sealed", far.sent)
+		}
+		full = false
+		time.Sleep(lateEvery + 2*time.Second)
+		if !far.sent["one4"] {
+			t.Errorf("sent %v when there was room again", far.sent)
+		}
+		if err := stop(); err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+// A running life does not know which numbers of its own are free: what a power cut has left late gets a boot of its own.
+func TestLateCountsOfAnotherLifeOfTheMachine(t *testing.T) {
+	dir, _ := leave(t)
+	otherMachine(t, liveName(dir, "one"))
+	failing := syscall.ENOSPC
+	cfg := Config{sync: func(*os.File) error {
+		if failing != 0 {
+			return failing
+		}
+		return nil
+	}}
+	s := open(t, cfg, dir, "two", nil)
+	failing, s.lateAt = 0, time.Time{}
+	add(t, s, 1, report("two", 1, 1))
+	if n := s.Recover(); n != 1 {
+		t.Fatalf("Recover = %d, want 1", n)
+	}
+	all := ids(s)
+	if last := all[len(all)-1]; len(all) != 5 || strings.HasPrefix(last, "two-") || strings.HasPrefix(last, "one-") || !strings.HasSuffix(last, "-1") {
+		t.Errorf("sent %v, want the last one under another boot", all)
+	}
+}
+
+func otherMachine(t *testing.T, name string) {
+	t.Helper()
+	b, err := os.ReadFile(name)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for at := 0; at <= 2048; at += 2048 {
+		copy(b[at+16:], "another life")
+		binary.LittleEndian.PutUint32(b[at+124:], crc32.Checksum(b[at:at+124], castagnoli))
+	}
+	if err := os.WriteFile(name, b, 0o600); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// Damaged counts are kept aside as well.
+func TestDamagedCountsAreKept(t *testing.T) {
+	dir, _ := leave(t)
+	name := liveName(dir, "one")
+	b, err := os.ReadFile(name)
+	if err != nil {
+		t.Fatal(err)
+	}
+	at := bytes.Index(b, []byte("liver")) // tenant and route
+	if at < 0 {
+		t.Fatal("the count is not there")
+	}
+	b[at]++
+	if err := os.WriteFile(name, b, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	m := NewMetrics(prometheus.NewRegistry())
+	s := open(t, Config{}, dir, "two", m)
+	if _, n := s.Len(); n != 1500 || testutil.ToFloat64(m.Damaged) != 1 {
+		t.Errorf("%d requests, %v damaged, want 1500 and 1", n, testutil.ToFloat64(m.Damaged))
+	}
+	if _, err := os.Stat(filepath.Join(dir, aside+filepath.Base(name))); err != nil {
+		t.Error(err)
+	}
+}
+
+// What nobody holds is counted, sealed or not; what somebody holds is his.
+func TestAbandoned(t *testing.T) {
+	dir, _ := leave(t)
+	if n, err := Abandoned(dir); n != 1507 || err != nil {
+		t.Errorf("Abandoned = %d, %v, want 1507", n, err)
+	}
+	if all, err := Read(dir, "gw"); err != nil || len(all) != 4 || all[3].Seq != 4 || all[3].Boot != "one" || all[3].Requests() != 7 {
+		t.Errorf("Read = %+v, %v, want the counts as report 4", all, err)
+	}
+	s := open(t, Config{}, dir, "two", nil)
+	count(s, 1, "t", 3)
+	if n, err := Abandoned(dir); n != 0 || err != nil {
+		t.Errorf("Abandoned of one that is held = %d, %v, want 0", n, err)
+	}
+	if all, err := Read(dir, "gw"); err != nil || len(all) != 5 || all[4].Boot != "two" || all[4].Requests() != 3 {
+		t.Errorf("Read beside a running gateway = %+v, %v, want its counts too", all, err)
+	}
+	add(t, s, 1, report("two", 1, 3))
+	if all, err := Read(dir, "gw"); err != nil || len(all) != 5 || all[4].Requests() != 3 {
+		t.Errorf("Read after the seal = %+v, %v, want them once", all, err)
+	}
+	if n, err := Abandoned(t.TempDir()); n != 0 || err != nil {
+		t.Errorf("Abandoned of an empty folder = %d, %v", n, err)
+	}
+}
