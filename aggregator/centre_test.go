@@ -181,39 +181,47 @@ func TestTakeSaysNothingOfTheCounter(t *testing.T) {
 }
 
 // TestReportsAreFoldedBeforeLimitsAreDivided: for a second after the counter is back nothing is granted: gateways say what they
-// used meanwhile, and their buckets are believed.
+// used meanwhile, and their buckets are believed. It is so whether a report or a look at a key found that the counter was away.
 func TestReportsAreFoldedBeforeLimitsAreDivided(t *testing.T) {
-	bubble(t, noLearning, func(w *world) {
-		defer w.run()()
-		w.beat("g1", "g2")
-		time.Sleep(2 * time.Second)
-		w.beat("g1", "g2")
-		w.counter.Fail(errors.New("away"))
-		r := w.batch(w.report("g1", w.tokens("g1", "acme", limit100, 10, 90)))
-		if w.Reports(context.Background(), r) == nil {
-			t.Fatal("no error of a counter that is away")
-		}
-		w.counter.Fail(nil)
-		if err := w.Reports(context.Background(), r); err != nil {
-			t.Fatal(err)
-		}
-		back := time.Now()
-		w.casts.take(true)
-		time.Sleep(1900 * time.Millisecond)
-		frozen, free := time.Time{}, time.Time{}
-		for _, c := range w.casts.take(true) {
-			switch {
-			case c.Frozen:
-				frozen = c.at
-			case free.IsZero():
-				free = c.at
-			}
-			if len(c.Shares) > 0 && c.at.Sub(back) < time.Second {
-				t.Errorf("a share %v after the counter was back", c.at.Sub(back))
-			}
-		}
-		if frozen.Sub(back) < 700*time.Millisecond || free.Sub(back) < time.Second || free.Sub(back) > 1100*time.Millisecond {
-			t.Errorf("frozen until %v, free from %v after the counter was back, want about a second", frozen.Sub(back), free.Sub(back))
-		}
-	})
+	for _, found := range []string{"report", "look"} {
+		t.Run(found, func(t *testing.T) {
+			bubble(t, noLearning, func(w *world) {
+				defer w.run()()
+				w.beat("g1", "g2")
+				time.Sleep(2 * time.Second)
+				w.beat("g1", "g2")
+				w.handle(w.report("g1", w.tokens("g1", "acme", limit100, 10, 90)))
+				w.counter.Fail(errors.New("away"))
+				r := w.batch(w.report("g1", w.tokens("g1", "acme", limit100, 10, 90)))
+				if found == "look" {
+					time.Sleep(2500 * time.Millisecond)
+				} else if w.Reports(context.Background(), r) == nil {
+					t.Fatal("no error of a counter that is away")
+				}
+				if testutil.ToFloat64(w.m.Degraded) != 1 {
+					t.Fatal("it was not noticed that the counter is away")
+				}
+				w.beat("g1", "g2")
+				w.counter.Fail(nil)
+				if err := w.Reports(context.Background(), r); err != nil {
+					t.Fatal(err)
+				}
+				back := time.Now()
+				w.casts.take(true)
+				time.Sleep(1900 * time.Millisecond)
+				frozen, free := time.Time{}, time.Time{}
+				for _, c := range w.casts.take(true) {
+					switch {
+					case c.Frozen:
+						frozen = c.at
+					case free.IsZero():
+						free = c.at
+					}
+				}
+				if frozen.Sub(back) < 700*time.Millisecond || free.Sub(back) < time.Second || free.Sub(back) > 1100*time.Millisecond {
+					t.Errorf("frozen until %v, free from %v after the counter was back, want about a second", frozen.Sub(back), free.Sub(back))
+				}
+			})
+		})
+	}
 }

@@ -120,6 +120,35 @@ func TestB016Cluster(t *testing.T) {
 			}
 		}
 	})
+	t.Run("takes of all nodes at once", func(t *testing.T) { // their caches are emptied between; each token is taken once
+		var takes []aggregator.Take
+		nodes := map[string]bool{}
+		for _, u := range users {
+			k := aggregator.Key{Rule: "strict", Key: u}
+			takes = append(takes, aggregator.Take{Key: k, Limit: l, Cost: 1})
+			at, _, _ := owner(t, addrs, c.Name(k))
+			nodes[at] = true
+		}
+		if len(nodes) < 2 {
+			t.Fatalf("all keys are on %v", nodes)
+		}
+		for n := range 3 {
+			for _, a := range addrs {
+				if err := raw(t, "redis://"+a).ScriptFlush(ctx).Err(); err != nil {
+					t.Fatal(err)
+				}
+			}
+			taken, err := c.Take(ctx, takes)
+			if err != nil {
+				t.Fatal(err)
+			}
+			for i := range taken {
+				if taken[i].OK != (n < 2) || taken[i].LevelMicros != max(1-int64(n), 0)*1e6 {
+					t.Errorf("take %d of user %q: %+v", n+1, users[i], taken[i])
+				}
+			}
+		}
+	})
 	t.Run("a slot moves", func(t *testing.T) {
 		from, to, slot := owner(t, addrs, c.Name(folds[0].Key))
 		var folded atomic.Uint64

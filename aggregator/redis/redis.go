@@ -466,34 +466,45 @@ func (c *Counter) Take(ctx context.Context, takes []aggregator.Take) ([]aggregat
 
 // take takes; missing are those whose key is not there, which begin has no level for.
 func (c *Counter) take(ctx context.Context, takes []aggregator.Take, begin func(*aggregator.Take) any) (taken []aggregator.Taken, missing []int, err error) {
-	cmds := make([]*redis.Cmd, len(takes))
-	pipe := c.rdb.Pipeline()
-	for i := range takes {
-		t := &takes[i]
-		l := bounded(t.Limit)
-		args := []any{strconv.FormatInt(l.RateNanos, 10), l.Burst, min(max(t.Cost, -aggregator.MaxBurst), aggregator.MaxBurst), begin(t)}
-		if i == 0 { // the text comes first, as in pipeline
-			cmds[i] = takeScript.Eval(ctx, pipe, []string{c.Name(t.Key)}, args...)
-		} else {
-			cmds[i] = takeScript.EvalSha(ctx, pipe, []string{c.Name(t.Key)}, args...)
-		}
-	}
-	if _, err := pipe.Exec(ctx); err != nil {
-		return nil, nil, fmt.Errorf("take: %w", c.failed(err))
-	}
 	taken = make([]aggregator.Taken, len(takes))
-	for i, cmd := range cmds {
-		v, err := cmd.Int64Slice()
-		switch {
-		case err != nil:
-			return nil, nil, fmt.Errorf("take of %s %q: %w", takes[i].Key.Rule, takes[i].Key.Key, err)
-		case len(v) == 0:
-			missing = append(missing, i)
-		case len(v) != 3:
-			return nil, nil, fmt.Errorf("take of %s %q: script returned %v", takes[i].Key.Rule, takes[i].Key.Key, v)
-		default:
-			taken[i] = aggregator.Taken{OK: v[0] == 1, LevelMicros: v[1], Wait: time.Duration(v[2]) * time.Microsecond}
+	todo := make([]int, len(takes))
+	for i := range todo {
+		todo[i] = i
+	}
+	for try := 0; len(todo) > 0; try++ { // as in pipeline: what another node, or one whose cache was emptied, has no script for is sent again with it
+		cmds := make([]*redis.Cmd, len(todo))
+		pipe := c.rdb.Pipeline()
+		for n, i := range todo {
+			t := &takes[i]
+			l := bounded(t.Limit)
+			args := []any{strconv.FormatInt(l.RateNanos, 10), l.Burst, min(max(t.Cost, -aggregator.MaxBurst), aggregator.MaxBurst), begin(t)}
+			if n == 0 || try > 0 {
+				cmds[n] = takeScript.Eval(ctx, pipe, []string{c.Name(t.Key)}, args...)
+			} else {
+				cmds[n] = takeScript.EvalSha(ctx, pipe, []string{c.Name(t.Key)}, args...)
+			}
 		}
+		_, whole := pipe.Exec(ctx)
+		var again []int
+		for n, i := range todo {
+			v, err := cmds[n].Int64Slice()
+			if err != nil && cmds[n].Err() == nil && whole != nil {
+				err = whole // the connection was refused before any command went out
+			}
+			switch {
+			case err != nil && try == 0 && strings.HasPrefix(err.Error(), "NOSCRIPT"):
+				again = append(again, i)
+			case err != nil:
+				return nil, nil, fmt.Errorf("take: %w", c.failed(err))
+			case len(v) == 0:
+				missing = append(missing, i)
+			case len(v) != 3:
+				return nil, nil, fmt.Errorf("take of %s %q: script returned %v", takes[i].Key.Rule, takes[i].Key.Key, v)
+			default:
+				taken[i] = aggregator.Taken{OK: v[0] == 1, LevelMicros: v[1], Wait: time.Duration(v[2]) * time.Microsecond}
+			}
+		}
+		todo = again
 	}
 	return taken, missing, nil
 }
