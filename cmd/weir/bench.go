@@ -8,6 +8,7 @@ import (
 	"log/slog"
 	"os"
 	"path/filepath"
+	"slices"
 
 	"github.com/spf13/cobra"
 
@@ -50,6 +51,21 @@ gateways, in real time.`,
 			if sim && live {
 				return usagef("--sim or --live, not both")
 			}
+			for name, chosen := range map[string][]string{"scenario": cfg.Scenarios, "mode": cfg.Modes} {
+				if cmd.Flags().Changed(name) && (len(chosen) == 0 || slices.Contains(chosen, "")) {
+					return usagef("--%s is empty: name one, or leave it out for all", name)
+				}
+			}
+			for _, name := range []string{"whole", "rivals", "log-level"} {
+				if !live && cmd.Flags().Changed(name) {
+					return usagef("--%s is for --live: the simulator has no use of it", name)
+				}
+			}
+			if cmd.Flags().Changed("rivals") {
+				if _, err := os.Stat(filepath.Join(rivals, "rivals", "main.go")); err != nil {
+					return usagef("--rivals: no Go module of rivals in %q: %w", rivals, err)
+				}
+			}
 			log := slog.New(slog.DiscardHandler) // parts fail on purpose
 			if level != "" {
 				var err error
@@ -67,6 +83,9 @@ gateways, in real time.`,
 				res, err = accuracy.Simulate(cmd.Context(), cfg, show)
 			}
 			bar.end()
+			if errors.As(err, new(*accuracy.UnknownError)) {
+				return usageError{err}
+			}
 			if err != nil {
 				return err
 			}

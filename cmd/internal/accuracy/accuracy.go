@@ -10,6 +10,7 @@ import (
 	"math"
 	"runtime"
 	"slices"
+	"strings"
 	"sync"
 	"text/tabwriter"
 
@@ -58,15 +59,15 @@ type Row struct {
 	Under    float64  `json:"under"`         // and below it
 	Usable   *float64 `json:"usable_p99_ms"` // from a step until 95 % of the available limit is usable there; null where nothing steps
 
-	Perfect  int     `json:"perfect"` // requests that the perfect bucket admitted
-	Rate     float64 `json:"rate"`    // of the limit of each key, per second
-	Burst    int64   `json:"burst"`
-	Keys     int     `json:"keys"`     // that came
-	Gateways int     `json:"gateways"` // at the start
-	Seconds  int     `json:"seconds"`
-	Messages float64 `json:"messages_per_gateway_s"` // that gateways sent or were sent, to keep the limit
-	Bytes    float64 `json:"bytes_per_gateway_s"`    // in them; 0 where it is not known
-	Redis    float64 `json:"redis_calls_per_s"`      // of all
+	Perfect  int      `json:"perfect"` // requests that the perfect bucket admitted
+	Rate     float64  `json:"rate"`    // of the limit of each key, per second
+	Burst    int64    `json:"burst"`
+	Keys     int      `json:"keys"`     // that came
+	Gateways int      `json:"gateways"` // at the start
+	Seconds  int      `json:"seconds"`
+	Messages *float64 `json:"messages_per_gateway_s"` // that gateways sent or were sent, to keep the limit; null where nobody counted
+	Bytes    *float64 `json:"bytes_per_gateway_s"`    // in reports and updates; over real servers, in all of them
+	Redis    *float64 `json:"redis_calls_per_s"`      // of all
 
 	Down *float64 `json:"down,omitempty"` // admitted while the centre or Redis was down, as a part of what the perfect bucket admitted meanwhile
 	Back *float64 `json:"back,omitempty"` // the same from two seconds after their return
@@ -170,21 +171,13 @@ func Simulate(ctx context.Context, cfg Config, progress func(done, total int)) (
 func choose(cfg Config) ([]scenario, []mode, error) {
 	all, chosen := scenarios(), modes
 	if len(cfg.Scenarios) > 0 {
-		var names []string
-		for i := range all {
-			names = append(names, all[i].name)
-		}
-		if err := known("scenario", cfg.Scenarios, names); err != nil {
+		if err := known("scenario", cfg.Scenarios, names(all, func(sc scenario) string { return sc.name })); err != nil {
 			return nil, nil, err
 		}
 		all = slices.DeleteFunc(all, func(sc scenario) bool { return !slices.Contains(cfg.Scenarios, sc.name) })
 	}
 	if len(cfg.Modes) > 0 {
-		var names []string
-		for _, m := range modes {
-			names = append(names, m.name)
-		}
-		if err := known("mode", cfg.Modes, names); err != nil {
+		if err := known("mode", cfg.Modes, names(modes, func(m mode) string { return m.name })); err != nil {
 			return nil, nil, err
 		}
 		chosen = slices.DeleteFunc(slices.Clone(modes), func(m mode) bool { return !slices.Contains(cfg.Modes, m.name) })
@@ -192,10 +185,27 @@ func choose(cfg Config) ([]scenario, []mode, error) {
 	return all, chosen, nil
 }
 
+func names[T any](all []T, name func(T) string) (names []string) {
+	for _, x := range all {
+		names = append(names, name(x))
+	}
+	return names
+}
+
+// UnknownError is a scenario or mode that does not exist.
+type UnknownError struct {
+	Kind, Name string
+	Names      []string // that there are
+}
+
+func (e *UnknownError) Error() string {
+	return fmt.Sprintf("no %s %q: there are %s", e.Kind, e.Name, strings.Join(e.Names, ", "))
+}
+
 func known(kind string, asked, names []string) error {
 	for _, name := range asked {
 		if !slices.Contains(names, name) {
-			return fmt.Errorf("no %s %q: there are %q", kind, name, names)
+			return &UnknownError{kind, name, names}
 		}
 	}
 	return nil
@@ -251,8 +261,7 @@ func (j *job) score(admitted []bool, sent traffic) {
 		Demand: len(p.arrivals), Admitted: r.admitted, Perfect: r.perfect,
 		Over: part(r.over, r.perfect), Under: part(r.under, r.perfect),
 		Rate: p.perSecond(), Burst: p.burst, Keys: p.asked, Gateways: p.gateways, Seconds: p.seconds,
-		Messages: round(float64(sent.messages)/perGateway, 2), Bytes: math.Round(float64(sent.bytes) / perGateway),
-		Redis: round(float64(sent.redis)/seconds, 2), series: series(p.arrivals, admitted, p.from, p.to, p.bin)}
+		Messages: rate(sent.messages, perGateway, 2), Bytes: rate(sent.bytes, perGateway, 0), Redis: rate(sent.redis, seconds, 2), series: series(p.arrivals, admitted, p.from, p.to, p.bin)}
 	if lag, ok := p99(usable(p.arrivals, p.steps, admitted, p.perfect)); ok {
 		v := round(float64(lag)/float64(ms), 1)
 		j.row.Usable = &v
@@ -264,6 +273,15 @@ func (j *job) score(admitted []bool, sent traffic) {
 }
 
 func part(n, of int) float64 { return round(float64(n)/float64(max(of, 1)), 6) }
+
+// rate is n by something, null if n is not known.
+func rate(n int64, by float64, digits int) *float64 {
+	if n < 0 {
+		return nil
+	}
+	v := round(float64(n)/by, digits)
+	return &v
+}
 
 func round(v float64, digits int) float64 {
 	scale := math.Pow10(digits)
@@ -298,29 +316,30 @@ func gather(ready []*prepared, jobs []*job) *Result {
 // WriteTable writes the rows for people.
 func (r *Result) WriteTable(w io.Writer) error {
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', tabwriter.AlignRight)
-	head, live := "SCENARIO\tMODE\tDEMAND\tLIMIT\tPERFECT\tADMITTED\tOVER\tUNDER\tUSABLE MS\t", false
+	head, live := "SCENARIO\tMODE\tDEMAND\tLIMIT\tPERFECT\tADMITTED\tOVER\tUNDER\tUSABLE MS\tMSG/GW/S\tKB/GW/S\tREDIS/S\t", false
 	for i := range r.Rows {
 		live = live || r.Rows[i].Late != nil
 	}
 	if live {
-		head += "LATE MS\t\n"
-	} else {
-		head += "MSG/GW/S\tKB/GW/S\tREDIS/S\t\n"
+		head += "LATE MS\t"
 	}
-	_, _ = fmt.Fprint(t, head) // Flush has the error
+	_, _ = fmt.Fprintln(t, head) // Flush has the error
 	for i := range r.Rows {
 		x := &r.Rows[i]
-		usable := "-"
-		if x.Usable != nil {
-			usable = fmt.Sprintf("%.0f", *x.Usable)
+		_, _ = fmt.Fprintf(t, "%s\t%s\t%d\t%d\t%d\t%d\t%.2f %%\t%.2f %%\t%s\t%s\t%s\t%s\t", x.Scenario, x.Mode, x.Demand, x.Limit, x.Perfect, x.Admitted,
+			100*x.Over, 100*x.Under, cell(x.Usable, "%.0f", 1), cell(x.Messages, "%.1f", 1), cell(x.Bytes, "%.1f", 1000), cell(x.Redis, "%.0f", 1))
+		if live {
+			_, _ = fmt.Fprint(t, cell(x.Late, "%.0f", 1), "\t")
 		}
-		_, _ = fmt.Fprintf(t, "%s\t%s\t%d\t%d\t%d\t%d\t%.2f %%\t%.2f %%\t%s\t", x.Scenario, x.Mode, x.Demand, x.Limit, x.Perfect, x.Admitted,
-			100*x.Over, 100*x.Under, usable)
-		if x.Late != nil {
-			_, _ = fmt.Fprintf(t, "%.0f\t\n", *x.Late)
-		} else {
-			_, _ = fmt.Fprintf(t, "%.1f\t%.1f\t%.0f\t\n", x.Messages, x.Bytes/1000, x.Redis)
-		}
+		_, _ = fmt.Fprintln(t)
 	}
 	return t.Flush()
+}
+
+// cell is a figure in a table, in units of so many; a dash if it is not known.
+func cell(v *float64, format string, unit float64) string {
+	if v == nil {
+		return "-"
+	}
+	return fmt.Sprintf(format, *v/unit)
 }

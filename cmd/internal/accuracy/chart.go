@@ -158,16 +158,13 @@ func (r *Result) WriteDoc(file, charts string) error {
 			if x.Scenario != c.name {
 				continue
 			}
-			usable := "–"
-			if x.Usable != nil {
-				usable = fmt.Sprintf("%.0f", *x.Usable)
-			}
 			size := "–"
-			if x.Bytes > 0 {
-				size = fmt.Sprintf("%.1f", x.Bytes/1000)
+			if x.Bytes != nil && *x.Bytes > 0 {
+				size = fmt.Sprintf("%.1f", *x.Bytes/1000)
 			}
-			fmt.Fprintf(&b, "| %s | %d | %d | %d | %.2f %% | %.2f %% | %s | %.1f | %s | %.0f |\n", x.Mode, x.Demand, x.Perfect, x.Admitted,
-				100*x.Over, 100*x.Under, usable, x.Messages, size, x.Redis)
+			usable, messages, redis := cell(x.Usable, "%.0f", 1), cell(x.Messages, "%.1f", 1), cell(x.Redis, "%.0f", 1)
+			fmt.Fprintf(&b, "| %s | %d | %d | %d | %.2f %% | %.2f %% | %s | %s | %s | %s |\n", x.Mode, x.Demand, x.Perfect, x.Admitted,
+				100*x.Over, 100*x.Under, strings.Replace(usable, "-", "–", 1), messages, size, redis)
 		}
 	}
 	if err := os.WriteFile(file, []byte(head+docBegin+"\n"+b.String()+"\n"+docEnd+tail), 0o644); err != nil {

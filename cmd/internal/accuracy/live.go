@@ -8,6 +8,8 @@ import (
 	"slices"
 	"sync"
 	"time"
+
+	"github.com/weirhq/weir/limits"
 )
 
 // LiveConfig says what to run over real servers. A zero field means its default.
@@ -22,6 +24,7 @@ type LiveConfig struct {
 type liveFleet interface {
 	ask(gateway, key int) (bool, error)
 	happen(h happening) error
+	sent() (traffic, error) // since it started
 	stop() error
 }
 
@@ -35,12 +38,14 @@ type liveMode struct {
 
 func liveModes(rivals bool) []liveMode {
 	all := []liveMode{
-		{name: "shared", forms: 1, start: startLiveWeir},
+		{name: "shared", forms: 1, start: startLiveWeir(limits.Shared)},
+		{name: "lease", forms: 1, start: startLiveWeir(limits.Lease)},
+		{name: "strict", forms: 1, waits: true, start: startLiveWeir(limits.Strict)},
 		{name: "divide-by-n", forms: 1, start: startLiveDivided},
 		{name: "redis-per-request", forms: 1, waits: true, start: startLiveCentral},
 	}
 	if rivals {
-		all[2].start = startRival("redis-per-request")
+		all[len(all)-1].start = startRival("redis-per-request")
 		all = append(all, liveMode{name: "gubernator-global", forms: 2, waits: true, start: startRival("gubernator-global")})
 	}
 	return all
@@ -57,21 +62,14 @@ func Live(ctx context.Context, cfg LiveConfig, log *slog.Logger, progress func(d
 	if cfg.Seed == 0 {
 		cfg.Seed = 1
 	}
-	all, _, err := choose(Config{Scenarios: cfg.Scenarios})
+	all, chosen, err := chooseLive(cfg)
 	if err != nil {
 		return nil, err
 	}
-	all = slices.DeleteFunc(all, func(sc scenario) bool { return liveFor[sc.name] == 0 })
-	chosen := liveModes(cfg.Rivals != "")
-	if len(cfg.Modes) > 0 {
-		var names []string
-		for _, m := range chosen {
-			names = append(names, m.name)
-		}
-		if err := known("live mode", cfg.Modes, names); err != nil {
+	if cfg.Rivals != "" {
+		if err := buildRivals(ctx, cfg); err != nil {
 			return nil, err
 		}
-		chosen = slices.DeleteFunc(chosen, func(m liveMode) bool { return !slices.Contains(cfg.Modes, m.name) })
 	}
 	total := 0
 	for _, m := range chosen {
@@ -88,12 +86,12 @@ func Live(ctx context.Context, cfg LiveConfig, log *slog.Logger, progress func(d
 		ready = append(ready, p)
 		for _, m := range chosen {
 			for form := range m.forms {
-				admitted, late, err := runLive(ctx, cfg, p, m, form, log)
+				admitted, late, sent, err := runLive(ctx, cfg, p, m, form, log)
 				if err != nil {
 					return nil, fmt.Errorf("%s over real servers, scenario %s: %w", m.name, p.name, err)
 				}
 				j := &job{sc: p, mode: m.name}
-				j.score(admitted, traffic{})
+				j.score(admitted, sent)
 				if d, ok := p99(late); ok {
 					v := round(float64(d)/float64(ms), 1)
 					j.row.Late = &v
@@ -106,6 +104,25 @@ func Live(ctx context.Context, cfg LiveConfig, log *slog.Logger, progress func(d
 		}
 	}
 	return gather(ready, jobs), nil
+}
+
+// chooseLive picks scenarios and modes by name.
+func chooseLive(cfg LiveConfig) ([]scenario, []liveMode, error) {
+	all := slices.DeleteFunc(scenarios(), func(sc scenario) bool { return liveFor[sc.name] == 0 })
+	chosen := liveModes(cfg.Rivals != "")
+	if len(cfg.Scenarios) > 0 {
+		if err := known("live scenario", cfg.Scenarios, names(all, func(sc scenario) string { return sc.name })); err != nil {
+			return nil, nil, err
+		}
+		all = slices.DeleteFunc(all, func(sc scenario) bool { return !slices.Contains(cfg.Scenarios, sc.name) })
+	}
+	if len(cfg.Modes) > 0 {
+		if err := known("live mode", cfg.Modes, names(chosen, func(m liveMode) string { return m.name })); err != nil {
+			return nil, nil, err
+		}
+		chosen = slices.DeleteFunc(chosen, func(m liveMode) bool { return !slices.Contains(cfg.Modes, m.name) })
+	}
+	return all, chosen, nil
 }
 
 // shorten leaves out what comes after some seconds.
@@ -123,13 +140,18 @@ func (p *prepared) shorten(seconds int) {
 	p.happenings = slices.DeleteFunc(slices.Clone(p.happenings), func(h happening) bool { return h.at >= int64(p.seconds)*s })
 }
 
-// runLive puts a scenario before a real fleet. It returns what was admitted, and how late each request was answered.
-func runLive(ctx context.Context, cfg LiveConfig, p *prepared, m liveMode, form int, log *slog.Logger) (admitted []bool, late []time.Duration, err error) {
+// runLive puts a scenario before a real fleet. It returns what was admitted, how late each request was answered, and what the fleet
+// sent meanwhile.
+func runLive(ctx context.Context, cfg LiveConfig, p *prepared, m liveMode, form int, log *slog.Logger) (admitted []bool, late []time.Duration, sent traffic, err error) {
 	f, err := m.start(ctx, cfg, &p.scenario, form, log)
 	if err != nil {
-		return nil, nil, err
+		return nil, nil, sent, err
 	}
 	defer func() { err = errors.Join(err, f.stop()) }()
+	before, err := f.sent()
+	if err != nil {
+		return nil, nil, sent, err
+	}
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 
@@ -182,5 +204,20 @@ func runLive(ctx context.Context, cfg LiveConfig, p *prepared, m liveMode, form 
 		}
 	})
 	wg.Wait()
-	return admitted, late, context.Cause(ctx)
+	if err := context.Cause(ctx); err != nil {
+		return nil, nil, sent, err
+	}
+	after, err := f.sent()
+	return admitted, late, traffic{messages: since(before.messages, after.messages), bytes: since(before.bytes, after.bytes),
+		redis: since(before.redis, after.redis)}, err
+}
+
+// unknown is traffic that nobody counts.
+const unknown = -1
+
+func since(before, after int64) int64 {
+	if before < 0 || after < 0 {
+		return unknown
+	}
+	return after - before
 }

@@ -2,7 +2,10 @@ package accuracy
 
 import (
 	"context"
+	"encoding/json"
 	"log/slog"
+	"slices"
+	"strings"
 	"testing"
 	"time"
 )
@@ -21,7 +24,7 @@ func TestLive(t *testing.T) {
 	p := &prepared{scenario: sc}
 	p.prepare(1)
 	for _, m := range liveModes(false) {
-		admitted, late, err := runLive(t.Context(), LiveConfig{Dir: t.TempDir()}, p, m, 0, slog.New(slog.DiscardHandler))
+		admitted, late, sent, err := runLive(t.Context(), LiveConfig{Dir: t.TempDir()}, p, m, 0, slog.New(slog.DiscardHandler))
 		if err != nil {
 			t.Errorf("%s: %v", m.name, err)
 			continue
@@ -29,6 +32,14 @@ func TestLive(t *testing.T) {
 		got := compare(p.arrivals, p.keys, admitted, p.perfect)
 		if got.admitted == 0 {
 			t.Errorf("%s admitted nothing of %d requests", m.name, len(admitted))
+		}
+		if weir := m.name != "divide-by-n" && m.name != "redis-per-request"; weir && (sent.messages < 10 || sent.bytes < 1000) {
+			t.Errorf("%s sent %d messages of %d bytes", m.name, sent.messages, sent.bytes)
+		}
+		// Of what comes while Redis is there, what asks about each request asks it about each.
+		least := map[string]int64{"shared": 5, "lease": 5, "strict": int64(len(admitted)) / 4, "divide-by-n": 0, "redis-per-request": int64(len(admitted)) / 4}
+		if min, ok := least[m.name]; !ok || sent.redis < min {
+			t.Errorf("%s called Redis %d times, want %d at least of a mode that is known", m.name, sent.redis, min)
 		}
 		for i, d := range late {
 			if d <= 0 {
@@ -44,7 +55,31 @@ func TestLiveStopsWhenTold(t *testing.T) {
 	p := &prepared{scenario: skewed("x", "", 2, 1)}
 	p.most, p.keys, p.tokens, p.per, p.burst, p.to, p.bin = 2, 1, 100, time.Second, 100, time.Second, time.Second
 	p.prepare(1)
-	if _, _, err := runLive(ctx, LiveConfig{Dir: t.TempDir()}, p, liveModes(false)[1], 0, slog.New(slog.DiscardHandler)); err == nil {
+	if _, _, _, err := runLive(ctx, LiveConfig{Dir: t.TempDir()}, p, liveModes(false)[3], 0, slog.New(slog.DiscardHandler)); err == nil {
 		t.Error("a run that was told to stop has no error")
+	}
+}
+
+// TestLiveHasEveryModeOfTheTables: what is measured in virtual time can be asked of real servers.
+func TestLiveHasEveryModeOfTheTables(t *testing.T) {
+	want := names(modes, func(m mode) string { return m.name })
+	got := names(liveModes(true), func(m liveMode) string { return m.name })
+	if !slices.Equal(got, want) {
+		t.Errorf("live modes %q, want %q", got, want)
+	}
+}
+
+func TestTrafficThatNobodyCountsIsNull(t *testing.T) {
+	p := &prepared{scenario: skewed("x", "", 2, 1)}
+	p.most, p.keys, p.tokens, p.per, p.burst, p.to, p.bin = 2, 1, 100, time.Second, 100, time.Second, time.Second
+	p.prepare(1)
+	j := &job{sc: p}
+	j.score(make([]bool, len(p.arrivals)), traffic{messages: unknown, bytes: since(unknown, 5), redis: since(20, 80)})
+	b, err := json.Marshal(j.row)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if want := `"messages_per_gateway_s":null,"bytes_per_gateway_s":null,"redis_calls_per_s":2`; !strings.Contains(string(b), want) {
+		t.Errorf("row %s lacks %s", b, want)
 	}
 }

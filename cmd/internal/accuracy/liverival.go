@@ -25,6 +25,7 @@ import (
 type rivalFleet struct {
 	dir   string
 	redis *embeddedredis.Server // nil unless the rival needs one
+	calls redisCalls
 	cmd   *exec.Cmd
 	in    io.WriteCloser
 	done  chan struct{} // closed when the process says no more
@@ -46,7 +47,19 @@ type rivalStart struct {
 	Redis    string `json:"redis,omitempty"`
 }
 
-const rivalStartTimeout = 5 * time.Minute // the first time it is compiled
+const rivalStartTimeout = time.Minute
+
+const rivalsBinary = "rivals"
+
+// buildRivals compiles the rivals' module to a file in cfg.Dir.
+func buildRivals(ctx context.Context, cfg LiveConfig) error {
+	build := exec.CommandContext(ctx, "go", "build", "-o", filepath.Join(cfg.Dir, rivalsBinary), "./rivals")
+	build.Dir = cfg.Rivals
+	if out, err := build.CombinedOutput(); err != nil {
+		return fmt.Errorf("build the rivals in %s: %w: %s", cfg.Rivals, err, out)
+	}
+	return nil
+}
 
 func startRival(mode string) func(context.Context, LiveConfig, *scenario, int, *slog.Logger) (liveFleet, error) {
 	return func(ctx context.Context, cfg LiveConfig, sc *scenario, form int, log *slog.Logger) (_ liveFleet, err error) {
@@ -65,16 +78,9 @@ func startRival(mode string) func(context.Context, LiveConfig, *scenario, int, *
 				return nil, err
 			}
 			start.Redis = f.redis.URL()
+			f.calls.url = start.Redis
 		}
-		binary := filepath.Join(cfg.Dir, "rivals")
-		if _, err := os.Stat(binary); err != nil {
-			build := exec.CommandContext(ctx, "go", "build", "-o", binary, "./rivals")
-			build.Dir = cfg.Rivals
-			if out, err := build.CombinedOutput(); err != nil {
-				return nil, fmt.Errorf("build the rivals in %s: %w: %s", cfg.Rivals, err, out)
-			}
-		}
-		f.cmd = exec.Command(binary)
+		f.cmd = exec.Command(filepath.Join(cfg.Dir, rivalsBinary))
 		f.cmd.Stderr = os.Stderr
 		if f.in, err = f.cmd.StdinPipe(); err != nil {
 			return nil, err
@@ -165,9 +171,18 @@ func (f *rivalFleet) happen(h happening) error {
 		return err
 	}
 	if f.redis != nil {
-		return redisHappens(f.redis, h)
+		return f.calls.happen(f.redis, h)
 	}
 	return nil
+}
+
+// sent counts the calls of Redis. What Gubernator's daemons tell each other nobody counts.
+func (f *rivalFleet) sent() (traffic, error) {
+	if f.redis == nil {
+		return traffic{messages: unknown, bytes: unknown}, nil
+	}
+	n, err := f.calls.count()
+	return traffic{messages: 2 * n, bytes: unknown, redis: n}, err
 }
 
 func (f *rivalFleet) stop() error {

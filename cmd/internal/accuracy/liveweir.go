@@ -7,6 +7,8 @@ import (
 	"log/slog"
 	"os"
 	"path/filepath"
+	"regexp"
+	"strconv"
 	"sync"
 	"time"
 
@@ -27,6 +29,9 @@ import (
 	"github.com/weirhq/weir/limits"
 	"github.com/weirhq/weir/schemas"
 )
+
+// liveStaleAfter is a gateway's, as the product sets it.
+const liveStaleAfter = 750 * time.Millisecond
 
 // loops are goroutines that end together.
 type loops struct {
@@ -55,6 +60,7 @@ type liveWeir struct {
 	dir      string
 	nats     *embeddednats.Server
 	redis    *embeddedredis.Server
+	calls    redisCalls
 	policy   *limits.Policy
 	centreNC *nats.Conn
 	centre   *loops
@@ -64,11 +70,19 @@ type liveWeir struct {
 
 type liveGateway struct {
 	enforcer *enforcer.Enforcer
+	feed     *natsfeed.Feed
 	nc       *nats.Conn
 	loops    loops
 }
 
-func startLiveWeir(ctx context.Context, cfg LiveConfig, sc *scenario, _ int, log *slog.Logger) (_ liveFleet, err error) {
+// startLiveWeir starts a fleet whose rule is kept with this consistency.
+func startLiveWeir(c limits.Consistency) func(context.Context, LiveConfig, *scenario, int, *slog.Logger) (liveFleet, error) {
+	return func(ctx context.Context, cfg LiveConfig, sc *scenario, _ int, log *slog.Logger) (liveFleet, error) {
+		return newLiveWeir(ctx, cfg, sc, c, log)
+	}
+}
+
+func newLiveWeir(ctx context.Context, cfg LiveConfig, sc *scenario, c limits.Consistency, log *slog.Logger) (_ liveFleet, err error) {
 	f := &liveWeir{sc: sc, log: log, gateways: make([]*liveGateway, sc.most)}
 	defer func() {
 		if err != nil {
@@ -85,7 +99,8 @@ func startLiveWeir(ctx context.Context, cfg LiveConfig, sc *scenario, _ int, log
 		return nil, err
 	}
 	f.policy = &limits.Policy{Version: 1, Rules: []limits.Rule{{Name: "contract", Layer: limits.LayerContract,
-		Key: []limits.Dimension{{Kind: limits.ByTenant}}, Fixed: sc.limit()}}}
+		Key: []limits.Dimension{{Kind: limits.ByTenant}}, Consistency: c, Fixed: sc.limit()}}}
+	f.calls.url = f.redis.URL()
 	if f.centreNC, err = natsx.Connect(natsx.Config{URL: f.nats.URL(), Name: "centre"}, log, nil); err != nil {
 		return nil, err
 	}
@@ -158,7 +173,7 @@ func (f *liveWeir) startCentre(ctx context.Context) error {
 func (f *liveWeir) startGateway(ctx context.Context, i int) error {
 	name := fmt.Sprintf("gw-%02d", i)
 	boot := fmt.Sprintf("%s-%d", name, time.Now().UnixNano())
-	g := &liveGateway{enforcer: enforcer.New(enforcer.Config{Fleet: f.sc.gateways})}
+	g := &liveGateway{enforcer: enforcer.New(enforcer.Config{Fleet: f.sc.gateways, Ask: true, StaleAfter: liveStaleAfter})}
 	g.enforcer.SetPolicy(f.policy)
 	var err error
 	if g.nc, err = natsx.Connect(natsx.Config{URL: f.nats.URL(), Name: name}, f.log, nil); err != nil {
@@ -169,12 +184,12 @@ func (f *liveWeir) startGateway(ctx context.Context, i int) error {
 		return err
 	}
 	reporter := ingest.New(ingest.Config{Clock: enforcer.Monotonic, PublishTimeout: time.Duration(publishTimeout), DrainTimeout: time.Second}, name, boot, g.enforcer, pub, f.log, nil)
-	feed, err := natsfeed.New(natsfeed.Config{Gateway: name, Boot: boot, Silent: g.enforcer.Descend}, g.nc, g.enforcer.Apply,
+	g.feed, err = natsfeed.New(natsfeed.Config{Gateway: name, Boot: boot, Silent: g.enforcer.Descend}, g.nc, g.enforcer.Apply,
 		func() natsfeed.Status { return natsfeed.Status{Mode: g.enforcer.Mode(), PolicyVersion: 1} }, nil, f.log)
 	if err != nil {
 		return err
 	}
-	g.loops.start(ctx, reporter.Run, feed.Run)
+	g.loops.start(ctx, reporter.Run, g.feed.Run)
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.gateways[i] = g
@@ -185,8 +200,27 @@ func (f *liveWeir) ask(gateway, key int) (bool, error) {
 	f.mu.RLock()
 	g := f.gateways[gateway]
 	f.mu.RUnlock()
-	q := enforcer.Request{Tenant: fmt.Sprintf(tenantPrefix+"%07d", key), Cost: 1}
-	return g.enforcer.Check(enforcer.Monotonic(), &q).Allowed, nil
+	q, now := request(key), enforcer.Monotonic()
+	d := g.enforcer.Check(now, q)
+	if d.Asks() {
+		d = g.enforcer.Settle(context.Background(), now, q, d, g.feed.Take)
+	}
+	return d.Allowed, nil
+}
+
+// sent counts all messages of the gateways' connections, acknowledgements and answers too.
+func (f *liveWeir) sent() (sum traffic, err error) {
+	f.mu.RLock()
+	defer f.mu.RUnlock()
+	for _, g := range f.gateways {
+		if g != nil {
+			n := g.nc.Stats()
+			sum.messages += int64(n.InMsgs + n.OutMsgs)
+			sum.bytes += int64(n.InBytes + n.OutBytes)
+		}
+	}
+	sum.redis, err = f.calls.count()
+	return sum, err
 }
 
 func (f *liveWeir) happen(h happening) error {
@@ -196,10 +230,8 @@ func (f *liveWeir) happen(h happening) error {
 		f.centre.stop()
 	case centreUp:
 		return f.startCentre(ctx)
-	case redisDown:
-		return f.redis.Kill()
-	case redisUp:
-		return f.redis.Restart()
+	case redisDown, redisUp:
+		return f.calls.happen(f.redis, h)
 	case joins:
 		return f.startGateway(ctx, h.gateway)
 	case vanishes:
@@ -263,6 +295,8 @@ func (f *liveDivided) happen(h happening) error {
 	return nil
 }
 
+func (f *liveDivided) sent() (traffic, error) { return traffic{}, nil }
+
 func (f *liveDivided) stop() error { return nil }
 
 // take is the generic cell rate algorithm by the clock of Redis, in µs. KEYS[1] is the bucket, ARGV the µs that a token takes and
@@ -280,6 +314,7 @@ type liveCentral struct {
 	sc     *scenario
 	dir    string
 	redis  *embeddedredis.Server
+	calls  redisCalls
 	client *goredis.Client
 }
 
@@ -297,7 +332,7 @@ func startLiveCentral(_ context.Context, cfg LiveConfig, sc *scenario, _ int, lo
 		return nil, errors.Join(err, server.Stop(), os.RemoveAll(dir))
 	}
 	o.PoolSize = 64
-	return &liveCentral{sc: sc, dir: dir, redis: server, client: goredis.NewClient(o)}, nil
+	return &liveCentral{sc: sc, dir: dir, redis: server, calls: redisCalls{url: server.URL()}, client: goredis.NewClient(o)}, nil
 }
 
 func (f *liveCentral) ask(_, key int) (bool, error) {
@@ -306,11 +341,52 @@ func (f *liveCentral) ask(_, key int) (bool, error) {
 	return err != nil || n == 1, nil // without Redis requests pass
 }
 
-func (f *liveCentral) happen(h happening) error { return redisHappens(f.redis, h) }
+func (f *liveCentral) happen(h happening) error { return f.calls.happen(f.redis, h) }
 
-func redisHappens(r *embeddedredis.Server, h happening) error {
+// sent is 2 messages for each call: the question and the answer.
+func (f *liveCentral) sent() (traffic, error) {
+	n, err := f.calls.count()
+	return traffic{messages: 2 * n, bytes: unknown, redis: n}, err
+}
+
+// redisCalls counts the calls of scripts that a Redis server has answered, over its deaths. Of the product's calls these are all but a
+// few: one for each block of keys, and one for each request that is asked about.
+type redisCalls struct {
+	url  string
+	past int64 // of earlier lives
+}
+
+var scriptCalls = regexp.MustCompile(`cmdstat_eval(?:sha)?:calls=(\d+)`)
+
+func (c *redisCalls) count() (n int64, err error) {
+	o, err := goredis.ParseURL(c.url)
+	if err != nil {
+		return 0, err
+	}
+	client := goredis.NewClient(o)
+	defer func() { err = errors.Join(err, client.Close()) }()
+	stats, err := client.Info(context.Background(), "commandstats").Result()
+	if err != nil {
+		return 0, fmt.Errorf("ask Redis what it was asked: %w", err)
+	}
+	n = c.past
+	for _, m := range scriptCalls.FindAllStringSubmatch(stats, -1) {
+		calls, err := strconv.ParseInt(m[1], 10, 64)
+		if err != nil {
+			return 0, fmt.Errorf("ask Redis what it was asked: %w", err)
+		}
+		n += calls
+	}
+	return n, nil
+}
+
+// happen kills and restarts r.
+func (c *redisCalls) happen(r *embeddedredis.Server, h happening) (err error) {
 	switch h.what {
 	case redisDown:
+		if c.past, err = c.count(); err != nil {
+			return err
+		}
 		return r.Kill()
 	case redisUp:
 		return r.Restart()
