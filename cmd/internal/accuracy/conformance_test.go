@@ -100,10 +100,9 @@ func steady(t *testing.T, o *outcome) {
 	within(t, "tokens beyond rate·t in any time", o.above(), 0, float64(o.sc.burst)+0.01*(float64(o.sc.burst)+10*o.sc.perSecond()))
 }
 
-// crowd: at most two rounds of reports beyond the limit, and repaid within five seconds.
+// crowd: at most two rounds of reports of the limit beyond rate·t + burst, and repaid within five seconds.
 func crowd(t *testing.T, o *outcome) {
-	round := time.Duration(hotMin + batchDelay + 4*hopMax + 2*hopMax).Seconds()
-	within(t, "tokens beyond rate·t in any time", o.above(), 0, float64(o.sc.burst)+2*round*10*o.sc.perSecond())
+	within(t, "tokens beyond rate·t in any time", o.above(), 0, float64(o.sc.burst)+2*time.Duration(reportRound).Seconds()*o.sc.perSecond())
 	for _, begin := range []int64{2 * s, 17 * s, 32 * s} {
 		most := float64(o.sc.burst) + 5*o.sc.perSecond()
 		within(t, fmt.Sprintf("admitted in five seconds from %d", begin/s), o.count(o.admitted, begin, begin+5*s), 0.95*most, 1.01*most)

@@ -55,6 +55,10 @@ type weir struct {
 	skew     int64   // of the centre's clock
 }
 
+// reportRound is how long a round of reports takes at most, as the product is configured: a hot key's use waits to be sealed, then the
+// report for others of its batch at the centre, and there are six hops: two to the centre, two to Redis and back, two to the gateways.
+const reportRound = hotEvery + batchDelay + 6*hopMax
+
 const tenantPrefix = "tenant-"
 
 // request asks for one token of a key.
