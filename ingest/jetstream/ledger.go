@@ -433,7 +433,7 @@ func (l *Ledger[T]) settle(ctx context.Context, in taken[T], handle func(context
 	}
 	if len(all) > 0 {
 		if last := all[len(all)-1].ack; last != nil { // for whoever looks at the consumer; we go by Floor
-			ack, cancel := context.WithTimeout(save, 2*time.Second)
+			ack, cancel := context.WithTimeout(context.WithoutCancel(ctx), time.Second) // also when ctx ends now
 			_ = last.DoubleAck(ack)
 			cancel()
 		}

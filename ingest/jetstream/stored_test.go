@@ -136,6 +136,49 @@ func TestGatewaysLearnWhatTheHistoryHas(t *testing.T) {
 	})
 }
 
+// What is marked is stored: a report whose store fails, or is still at work, is not told to its gateway, nor that the history has come
+// past it, whatever else is told meanwhile.
+func TestMarksComeAfterTheStore(t *testing.T) {
+	_, nc, _ := start(t)
+	p, other := newPublisher(t, nc, "gw"), newPublisher(t, nc, "other")
+	marks, err := NewMarks(nc, nil, quiet)
+	if err != nil {
+		t.Fatal(err)
+	}
+	begin(t, marks.Run)
+	batch := schemas.Batch[*schemas.Report]{Stream: "s", First: 9, Last: 9, Items: []schemas.Delivered[*schemas.Report]{
+		{Seq: 9, Value: &schemas.Report{Gateway: "gw", Boot: "b", Seq: 1}}}}
+	untold := func(round uint64) {
+		t.Helper()
+		mark(t, marks, "s", 4, "other", "c", round)
+		eventually(t, "the other is told", func() bool {
+			f, s, err := other.Stored(t.Context())
+			return err == nil && s.Has("c", round) && f.Seq > 0
+		})
+		if f, s, err := p.Stored(t.Context()); err != nil || s.Has("b", 1) || f.Seq != 4 {
+			t.Errorf("Stored = %v, %v, %v of a report that is not stored, want nothing, and 4", f, s, err)
+		}
+	}
+	away := errors.New("away")
+	for round, result := range []error{away, nil} {
+		err := marks.After(func(context.Context, schemas.Batch[*schemas.Report]) error {
+			untold(uint64(2*round + 1)) // while it is at work
+			return result
+		})(t.Context(), batch)
+		if !errors.Is(err, result) {
+			t.Fatalf("After = %v, want %v", err, result)
+		}
+		if result != nil {
+			untold(uint64(2*round + 2))
+		}
+	}
+	marks.Settled("s", 9, nil)
+	eventually(t, "the gateway is told", func() bool {
+		f, s, err := p.Stored(t.Context())
+		return err == nil && s.Has("b", 1) && f.Seq == 9
+	})
+}
+
 // A gateway that crashes all the time must not make its mark grow for ever.
 func TestMarksAreBounded(t *testing.T) {
 	marks, err := NewMarks(&nats.Conn{}, nil, quiet)
