@@ -42,7 +42,8 @@ const (
 // ErrFenced before it acknowledges anything more.
 //
 // What cannot be read goes to the dead-letter stream before its range is handled, and what handle names in an error that
-// is a schemas.Refused after it: the rest of that range counts as handled. While that is impossible, the ledger waits. A message is written there once, also when its range comes again within the stream's duplicate window.
+// is a schemas.Refused after it: the rest of that range counts as handled. While that is impossible, the ledger waits; only where that
+// stream is full it goes on without. A message is written there once, also when its range comes again within the stream's duplicate window.
 type Ledger[T any] struct {
 	*reader[T]
 	kv       jetstream.KeyValue
@@ -51,6 +52,7 @@ type Ledger[T any] struct {
 	revision uint64 // of pos in the bucket; 0 before the first write
 	created  time.Time
 	filter   string // the stream's subjects
+	toldFull time.Time
 }
 
 // position is how far a ledger has come: all up to Floor is handled, and if Next is greater, (Floor, Next] is in hand.
@@ -442,18 +444,48 @@ func (l *Ledger[T]) settle(ctx context.Context, in taken[T], handle func(context
 	return true, nil
 }
 
-// buryAll writes messages to the dead-letter stream, or returns false because ctx is done.
+// buryAll writes messages to the dead-letter stream, or returns false because ctx is done. While that stream is full nobody waits
+// for it, or one gateway's rubbish would hold up the usage of all: a message that is not written there is not let go of by its
+// gateway, which sends it again, ever less often, and stays where it came from for as long as that stream keeps it.
 func (l *Ledger[T]) buryAll(ctx context.Context, bad []refused) bool {
 	return len(bad) == 0 || l.until(ctx, "dead_letter", func() error {
+		unkept := 0
 		for len(bad) > 0 {
-			if err := l.bury(ctx, &bad[0]); err != nil {
+			switch err := l.bury(ctx, &bad[0]); {
+			case errors.Is(err, errFull):
+				bad[0].unkept = true
+				unkept++
+				l.m.Unkept.WithLabelValues(l.cfg.Name).Inc()
+			case err != nil:
 				return err
 			}
 			l.m.Refused.WithLabelValues(l.cfg.Name, bad[0].Reason).Inc()
 			bad = bad[1:]
 		}
+		if unkept > 0 && time.Since(l.toldFull) >= l.cfg.LogEvery {
+			l.toldFull = time.Now()
+			l.log.Error("the dead-letter stream is full: messages that cannot be taken are in no letter, their gateways keep them. Look at them with weir dlq list, replay or drop them", "messages", unkept)
+		}
 		return nil
 	})
+}
+
+// errFull says that the dead-letter stream has no room for a letter.
+var errFull = errors.New("the dead-letter stream is full")
+
+// full reports whether err, of storing a letter of so many bytes, is for want of room in its stream, which only a person can make.
+func (l *Ledger[T]) full(ctx context.Context, err error, size int) bool {
+	var api *jetstream.APIError
+	if !errors.As(err, &api) || api.ErrorCode != codeStoreFailed {
+		return false
+	}
+	stream, err := l.js.Stream(ctx, schemas.DeadStream)
+	if err != nil {
+		return false
+	}
+	const overhead = 1024 // of a stored message, at most
+	info := stream.CachedInfo()
+	return info.Config.MaxBytes > 0 && info.State.Bytes+uint64(size)+overhead >= uint64(info.Config.MaxBytes)
 }
 
 // Buried is a message that is in the dead-letter stream, whole.
@@ -466,7 +498,7 @@ type Buried struct {
 func buriedOf(bad []refused) []Buried {
 	var all []Buried
 	for i := range bad {
-		if !bad[i].cut {
+		if !bad[i].cut && !bad[i].unkept {
 			all = append(all, Buried{bad[i].subject, bad[i].boot, bad[i].report})
 		}
 	}
@@ -560,6 +592,9 @@ func (l *Ledger[T]) bury(ctx context.Context, bad *refused) error {
 	}
 	id := streamName(l.cfg.Stream, l.created, l.pos.Epoch) + "-" + strconv.FormatUint(bad.seq, 10)
 	if _, err := l.js.PublishMsg(ctx, msg, jetstream.WithMsgID(id), jetstream.WithExpectStream(schemas.DeadStream), jetstream.WithRetryAttempts(0)); err != nil {
+		if l.full(ctx, err, msg.Size()) {
+			err = errors.Join(errFull, err)
+		}
 		return fmt.Errorf("write message %d to the dead-letter stream: %w", bad.seq, err)
 	}
 	l.log.Warn("message cannot be taken, it is in the dead-letter stream", "subject", bad.subject, "seq", bad.seq, "err", bad.Refusal)

@@ -11,6 +11,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"syscall"
 	"testing"
 	"time"
@@ -346,6 +347,73 @@ func TestLedgerWaitsForTheDeadLetterStream(t *testing.T) {
 	if n := messages(t, js, schemas.DeadStream); n != 1 {
 		t.Errorf("%d dead letters, want 1", n)
 	}
+}
+
+// A gateway that fills the dead letters with rubbish holds up nobody: the rest is handled, what has no letter is not let go of by its
+// gateway, and once there is room it gets one.
+func TestFullDeadLettersHoldUpNobody(t *testing.T) {
+	_, nc, js := start(t)
+	if err := natsx.Declare(t.Context(), js, natsx.Storage{DeadMaxBytes: 8 << 10}); err != nil {
+		t.Fatal(err)
+	}
+	m := NewMetrics(prometheus.NewRegistry())
+	var mu sync.Mutex
+	buried := map[uint64]bool{}
+	j := &journal{}
+	run(t, ledger(t, nc, Config{MaxMessages: 10, Settled: func(_ string, _ uint64, all []Buried) {
+		mu.Lock()
+		defer mu.Unlock()
+		for _, b := range all {
+			buried[b.Seq] = true
+		}
+	}}, m), func(ctx context.Context, b schemas.Batch[*schemas.Report]) error {
+		_ = j.handle(ctx, b)
+		var not schemas.Refused
+		for _, it := range b.Items {
+			if it.Value.Gateway == "honest" {
+				not = append(not, schemas.RefusedMessage{Seq: it.Seq, Detail: "code 469"})
+			}
+		}
+		if not != nil {
+			return not
+		}
+		return nil
+	})
+	for i := range 40 { // large ones, and small ones for what is left between them
+		raw(t, js, schemas.UsagePrefix+"rogue", make([]byte, 1+(40-i)/20*1000))
+	}
+	publish(t, js, "gw", 1, 20)
+	honest := newPublisher(t, nc, "honest")
+	if _, err := honest.Put(t.Context(), report("b", 1, 1), false); err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, "all are handled", func() bool { return floor(t, js).Floor == 61 })
+	n := messages(t, js, schemas.DeadStream)
+	if unkept := testutil.ToFloat64(m.Unkept.WithLabelValues("history")); n == 0 || n > 20 || unkept != 41-float64(n) || j.distinct() != 21 {
+		t.Errorf("%d letters, %v without one, %d handled, want a few, the others of 41, and 21", n, unkept, j.distinct())
+	}
+	told := func() bool {
+		mu.Lock()
+		defer mu.Unlock()
+		return buried[1]
+	}
+	if told() {
+		t.Error("a gateway is told that its report is a dead letter, and it is none")
+	}
+	d := letters(t, nc)
+	all, err := d.List(t.Context(), "", 100)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, l := range all {
+		if err := d.Drop(t.Context(), l.ID); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if _, err := honest.Put(t.Context(), report("b", 1, 1), true); err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, "its gateway is told", told)
 }
 
 // B067: a report of 2 MiB on a server that takes it is refused once; the others do not suffer. Its dead letter would be

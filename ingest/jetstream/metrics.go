@@ -8,6 +8,7 @@ type Metrics struct {
 	Lag           *prometheus.GaugeVec   // weir_consumer_lag_seconds{consumer}
 	Messages      *prometheus.CounterVec // consumer
 	Refused       *prometheus.CounterVec // consumer, reason of the refusal
+	Unkept        *prometheus.CounterVec // consumer; refused messages for which the dead-letter stream had no room
 	Failures      *prometheus.CounterVec // consumer, reason: handle, fetch, position, dead_letter
 	Rebuilt       *prometheus.CounterVec // consumer
 	Missing       *prometheus.CounterVec // consumer
@@ -25,6 +26,7 @@ func NewMetrics(reg prometheus.Registerer) *Metrics {
 			Help: "Time since the oldest message that is not handled yet arrived in the stream."}, []string{"consumer"}),
 		Messages: counter("weir_consumer_messages_total", "Messages handled.", "consumer"),
 		Refused:  counter("weir_consumer_refused_total", "Messages that could not be read.", "consumer", "reason"),
+		Unkept:   counter("weir_dead_letters_unkept_total", "Messages that could not be read, and for which the dead-letter stream had no room.", "consumer"),
 		Failures: counter("weir_consumer_failures_total", "What kept a consumer from going on. It is tried again.", "consumer", "reason"),
 		Rebuilt:  counter("weir_consumer_rebuilt_total", "Times that a consumer was made anew because it was gone or out of step.", "consumer"),
 		Missing:  counter("weir_consumer_missing_total", "Messages that were gone from the stream before they were handled.", "consumer"),
@@ -33,7 +35,7 @@ func NewMetrics(reg prometheus.Registerer) *Metrics {
 	for _, r := range reasons {
 		m.PublishErrors.WithLabelValues(r)
 	}
-	reg.MustRegister(m.PublishErrors, m.Lag, m.Messages, m.Refused, m.Failures, m.Rebuilt, m.Missing)
+	reg.MustRegister(m.PublishErrors, m.Lag, m.Messages, m.Refused, m.Unkept, m.Failures, m.Rebuilt, m.Missing)
 	return m
 }
 

@@ -239,7 +239,8 @@ func (r *reader[T]) fetch(ctx context.Context, all []message, n int, wait time.D
 type refused struct {
 	message
 	*schemas.Refusal
-	cut bool // only the beginning of its body is in the dead-letter stream
+	cut    bool // only the beginning of its body is in the dead-letter stream
+	unkept bool // it is not there at all: there was no room
 }
 
 // decodeAll reads messages in order.

@@ -28,7 +28,7 @@ type Storage struct {
 	UsageMaxAge    time.Duration // (7 days)
 	UsageMaxBytes  int64         // a full stream refuses reports and gateways keep them (4 GiB)
 	AlertsMaxBytes int64         // (256 MiB)
-	DeadMaxBytes   int64         // a full dead-letter stream holds up history until somebody looks (1 GiB)
+	DeadMaxBytes   int64         // a full dead-letter stream takes no more; nobody waits for it (1 GiB)
 }
 
 const (
