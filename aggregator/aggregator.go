@@ -30,6 +30,7 @@ type Config struct {
 	Learn       time.Duration       // after a start, time to hear from all gateways before limits are divided (1.5s); negative is none
 	Late        time.Duration       // a report that is older when it comes is counted but not charged to the bucket (30s)
 	MaxKeys     int                 // keys whose shares are remembered; beyond it some are forgotten (200,000)
+	MaxShares   int                 // the same for keys × gateways, each of which takes about 200 bytes (4,000,000)
 	OnPush      func([]PushedShare) // hears of every changed share, from any goroutine; it must not block or keep the slice
 
 	Now   func() time.Time                     // this process's clock (time.Now)
@@ -53,6 +54,9 @@ func (c Config) withDefaults() Config {
 	}
 	if c.MaxKeys == 0 {
 		c.MaxKeys = 200_000
+	}
+	if c.MaxShares == 0 {
+		c.MaxShares = 4_000_000
 	}
 	if c.Now == nil {
 		c.Now = time.Now
@@ -89,6 +93,8 @@ const (
 	retryPause = 100 * time.Millisecond // after a failed fold, before the batch may come again
 	liveHolds  = time.Second            // one reading of all live keys serves all snapshots of this time
 	chunk      = 1000                   // keys folded at once when nobody waits
+	atOnce     = 10                     // keys of a snapshot looked at in one go
+	planPause  = 10                     // after the keys were planned for snapshots, they are not for so many times as long as that took
 )
 
 // Aggregator is the centre. Its methods may be called from any goroutine.
@@ -100,21 +106,22 @@ type Aggregator struct {
 	m       *Metrics
 	learned time.Time // from here on the fleet is known
 
-	mu       sync.Mutex           // guards what follows
-	fleet    map[string]time.Time // when each gateway was last heard
-	left     map[string]departure // gateways that said that they stop, for as long as their last reports may come
-	keys     map[Key]*entry       // keys of which some gateway holds a share it would not guess
-	degraded time.Time            // since when the counter does not answer; zero while it does
-	castLost int                  // updates not sent since the last word about it
-	epoch    uint64               // of this centre; 0 before it has one
-	behind   bool                 // the last batch of reports was not folded
-	believe  time.Time            // until then gateways are listened to, and no limit is divided
-	said     bool                 // the fleet was told that nothing is granted
-	fewer    bool                 // a gateway left, and the fleet was not told
-	delays   map[string]*delay    // of each gateway's reports
-	weights  weights
-	waiting  map[Key]time.Time // keys kept by grants, of which a gateway waits for a token that there is at this time
-	turns    turns             // the same in order, with some that wait no longer
+	mu        sync.Mutex           // guards what follows
+	fleet     map[string]time.Time // when each gateway was last heard
+	left      map[string]departure // gateways that said that they stop, for as long as their last reports may come
+	keys      map[Key]*entry       // keys of which some gateway holds a share it would not guess
+	degraded  time.Time            // since when the counter does not answer; zero while it does
+	castLost  int                  // updates not sent since the last word about it
+	epoch     uint64               // of this centre; 0 before it has one
+	behind    bool                 // the last batch of reports was not folded
+	believe   time.Time            // until then gateways are listened to, and no limit is divided
+	said      bool                 // the fleet was told that nothing is granted
+	fewer     bool                 // a gateway left, and the fleet was not told
+	delays    map[string]*delay    // of each gateway's reports
+	weights   weights
+	planAgain time.Time         // before it no key is planned for a snapshot; see planPause
+	waiting   map[Key]time.Time // keys kept by grants, of which a gateway waits for a token that there is at this time
+	turns     turns             // the same in order, with some that wait no longer
 
 	recalled              bool // by Step, and only there
 	keepaliveAt, digestAt time.Time
@@ -155,12 +162,21 @@ type held struct {
 	granted, grant uint64
 	said           int64 // when it reported, in µs by the counter's clock
 
+	next *prepared // nil for none
+
 	wished float64 // tokens that it asked for, each second half as much of them
 	served int64   // when it last said that it had used one, in µs by the counter's clock
 
 	boot        string // of the bucket that this is about, and of its newest report
 	incarnation uint32
 	seq         uint64
+}
+
+// prepared is the share that was worked out for a gateway's snapshot, before it asked for one.
+type prepared struct {
+	Limit
+	reason string
+	at     time.Time
 }
 
 // holds is what the gateway may hold at now, in millionths of a token. What it has used since it reported is in it, as it is in the
@@ -234,6 +250,9 @@ func (a *Aggregator) age(folds []Fold, now time.Time) {
 			}
 			d := a.delays[u.Gateway]
 			if d == nil {
+				if _, lives := a.fleet[u.Gateway]; !lives {
+					continue // a late word of one that is gone
+				}
 				d = &delay{}
 				a.delays[u.Gateway] = d
 			}
@@ -402,30 +421,61 @@ func (a *Aggregator) Snapshot(ctx context.Context, gateway string) (*schemas.Thr
 	}
 	now := a.cfg.Now()
 	a.mu.Lock()
-	defer a.mu.Unlock()
 	a.fleet[gateway] = now
 	fleet := a.gateways()
 	u := a.update(gateway, len(fleet))
+	plans := !now.Before(a.planAgain)
+	a.mu.Unlock()
 	u.Snapshot = true
-	for i := range states {
-		s := &states[i]
-		e := a.keys[s.Key]
-		if e == nil {
-			e = a.remember(s, now)
+	planned := false
+	for part := range slices.Chunk(states, atOnce) {
+		a.mu.Lock()
+		for i := range part {
+			s := &part[i]
+			e := a.keys[s.Key]
+			if e == nil {
+				e = a.remember(s, now)
+			}
+			h := e.held[gateway]
+			if (h == nil || !h.told) && plans && (h == nil || !h.ready(now)) {
+				a.prepare(e, s, fleet, now)
+				h, planned = e.held[gateway], true
+			}
+			if h != nil && !h.told && h.ready(now) {
+				h = e.tell(s, &Share{Gateway: gateway, RateNanos: h.next.RateNanos, Burst: h.next.Burst}, h.next.reason, len(fleet), now)
+			}
+			if h != nil && h.told {
+				u.Shares = append(u.Shares, s.share(h))
+			}
 		}
-		h := e.held[gateway]
-		if h == nil || !h.told {
-			plan, reasons := a.plan(e, s, fleet, now)
-			shares := plan.Shares
-			at, _ := slices.BinarySearch(fleet, gateway)
-			shares[at].Grant = 0
-			h = e.tell(s, &shares[at], reasons[at], len(fleet), now)
-		}
-		u.Shares = append(u.Shares, s.share(h))
+		a.mu.Unlock()
+	}
+	if planned {
+		a.mu.Lock()
+		end := a.cfg.Now()
+		a.planAgain = end.Add(planPause * end.Sub(now))
+		a.mu.Unlock()
 	}
 	a.m.Pushes.WithLabelValues("snapshot").Add(float64(len(u.Shares)))
 	return u, nil
 }
+
+// prepare plans a key for all gateways that were told no share of it: they are about to ask, too. mu is held.
+func (a *Aggregator) prepare(e *entry, s *KeyState, fleet []string, now time.Time) {
+	plan, reasons := a.plan(e, s, fleet, now)
+	even := evenShare(s.Limit, len(fleet))
+	for i := range plan.Shares {
+		sh := &plan.Shares[i]
+		h := e.part(sh.Gateway, even, s.At)
+		if !h.told {
+			h.next = &prepared{Limit{sh.RateNanos, sh.Burst}, reasons[i], now}
+			e.held[sh.Gateway] = h
+		}
+	}
+}
+
+// ready says whether a share is prepared and still good.
+func (h *held) ready(now time.Time) bool { return h.next != nil && now.Sub(h.next.at) <= liveHolds }
 
 func (a *Aggregator) readLive(ctx context.Context) ([]KeyState, error) {
 	a.liveMu.Lock()
@@ -618,6 +668,7 @@ func (a *Aggregator) saw(gateway string, at time.Time) {
 // fleetChanged makes all shares due for a look. mu is held.
 func (a *Aggregator) fleetChanged() {
 	a.m.Gateways.Set(float64(len(a.fleet)))
+	a.trim(0)
 	for _, e := range a.keys {
 		e.asked = time.Time{}
 	}
@@ -1032,6 +1083,7 @@ func (e *entry) tell(s *KeyState, sh *Share, reason string, gateways int, now ti
 	h := *e.part(sh.Gateway, evenShare(s.Limit, gateways), s.At)
 	h.tokens = min(h.holds(s.At), saturatingMul(sh.Burst, 1e6)) + 1e6*sh.Grant
 	h.Limit, h.asOf = Limit{sh.RateNanos, sh.Burst}, s.At
+	h.next = nil
 	h.reason, h.told, h.at, h.grant = reason, true, now, h.grant+uint64(sh.Grant)
 	e.held[sh.Gateway] = &h
 	return &h
@@ -1148,15 +1200,21 @@ func (t *turns) Pop() any {
 	return last
 }
 
+// trim forgets keys until there is room for some more. mu is held.
+func (a *Aggregator) trim(more int) {
+	most := max(min(a.cfg.MaxKeys, a.cfg.MaxShares/max(len(a.fleet), 1)), 1)
+	for key := range a.keys {
+		if len(a.keys)+more <= most {
+			return
+		}
+		delete(a.keys, key)
+	}
+}
+
 // remember makes an entry for a key. When there are too many another is forgotten, which costs a message at most: gateways say
 // in their reports what they enforce. mu is held.
 func (a *Aggregator) remember(s *KeyState, asked time.Time) *entry {
-	if len(a.keys) >= a.cfg.MaxKeys {
-		for key := range a.keys {
-			delete(a.keys, key)
-			break
-		}
-	}
+	a.trim(1)
 	e := &entry{state: *s, asked: asked, held: make(map[string]*held)}
 	a.keys[s.Key] = e
 	return e

@@ -6,6 +6,7 @@ import (
 	"io"
 	"log/slog"
 	"math"
+	"runtime"
 	"strconv"
 	"testing"
 	"time"
@@ -114,4 +115,117 @@ func BenchmarkReports(b *testing.B) {
 		}
 	}
 	b.ReportMetric(float64(b.Elapsed().Nanoseconds())/float64(b.N*reports*records), "ns/record")
+}
+
+// TestTheDelaysOfTheGoneAreForgotten: also when a report of one comes late.
+func TestTheDelaysOfTheGoneAreForgotten(t *testing.T) {
+	now := time.Unix(1_800_000_000, 0)
+	a := New(Config{Learn: -1, Now: func() time.Time { return now }}, &nothing{}, &nothing{}, slog.New(slog.DiscardHandler), nil)
+	report := func(seq uint64, arrived time.Time) {
+		t.Helper()
+		r := &schemas.Report{Gateway: "g1", Boot: "b", Seq: seq, SealedAt: arrived,
+			Tokens: []schemas.Tokens{{Rule: "r", Key: "k", Taken: 1, Cum: seq, LimitRateNanos: 1e9, LimitBurst: 10, Window: time.Second}}}
+		if err := a.Reports(context.Background(), schemas.Batch[*schemas.Report]{Items: []schemas.Delivered[*schemas.Report]{{Seq: seq, Arrived: arrived, Value: r}}}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	report(1, now)
+	if len(a.delays) != 1 {
+		t.Errorf("%d delays of one gateway", len(a.delays))
+	}
+	now = now.Add(time.Minute)
+	a.expire()
+	report(2, now.Add(-time.Minute))
+	if len(a.delays) != 0 || len(a.fleet) != 0 {
+		t.Errorf("%d delays of a gateway that is gone, in a fleet of %d", len(a.delays), len(a.fleet))
+	}
+}
+
+// TestMemoryIsBounded: keys × gateways, as the fleet grows, too; and a fleet that asks for snapshots at once plans each key once.
+func TestMemoryIsBounded(t *testing.T) {
+	now := time.Unix(1_800_000_000, 0)
+	a := New(Config{Learn: -1, MaxShares: 600, Now: func() time.Time { return now }}, &nothing{}, &nothing{}, slog.New(slog.DiscardHandler), nil)
+	r := &schemas.Report{Gateway: "g1", Boot: "b", Seq: 1}
+	for k := range 100 {
+		r.Tokens = append(r.Tokens, schemas.Tokens{Rule: "r", Key: fmt.Sprint(k), Taken: 1, Refused: 1000, Cum: 1, LimitRateNanos: 1e9, LimitBurst: 1000, Window: time.Second})
+	}
+	entries := func() (n int) {
+		for _, e := range a.keys {
+			n += len(e.held)
+		}
+		return n
+	}
+	grow := func(gateways int) {
+		for g := range gateways {
+			a.Heartbeat(&schemas.Heartbeat{Gateway: fmt.Sprint("g", g), Boot: "b"}, now)
+		}
+		r.Seq++
+		if err := a.Reports(context.Background(), schemas.Batch[*schemas.Report]{Items: []schemas.Delivered[*schemas.Report]{{Seq: r.Seq, Arrived: now, Value: r}}}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for _, c := range []struct{ gateways, keys int }{{4, 100}, {20, 30}, {1000, 1}} {
+		grow(c.gateways)
+		if len(a.keys) != c.keys || entries() > max(600, c.gateways) {
+			t.Errorf("%d gateways: %d keys and %d entries, want %d keys", c.gateways, len(a.keys), entries(), c.keys)
+		}
+	}
+}
+
+// lively has live keys.
+type lively struct {
+	nothing
+	states []KeyState
+}
+
+func (l *lively) Live(context.Context) ([]KeyState, error) { return l.states, nil }
+
+// TestAHerdPlansEachKeyOnce: when all gateways ask for a snapshot, the first one's work serves the others, and they are told the
+// same as if each had been alone.
+func TestAHerdPlansEachKeyOnce(t *testing.T) {
+	const gateways, keys = 300, 50
+	now := time.Unix(1_800_000_000, 0)
+	l := &lively{}
+	for k := range keys {
+		l.states = append(l.states, KeyState{Key: Key{"r", fmt.Sprint(k)}, Limit: Limit{1000e9, 10_000}, LevelMicros: 5e9, Version: 1, At: 1e15,
+			Demands: []Demand{{Gateway: "g7", RateNanos: 5000e9, Since: 1}}})
+	}
+	a := New(Config{Learn: -1, Now: func() time.Time { return now }}, l, &nothing{}, slog.New(slog.DiscardHandler), nil)
+	for g := range gateways {
+		a.Heartbeat(&schemas.Heartbeat{Gateway: fmt.Sprint("g", g), Boot: "b"}, now)
+	}
+	sums := make(map[string]Limit)
+	ask := func(gateway string) (bytes uint64) {
+		t.Helper()
+		var before, after runtime.MemStats
+		runtime.ReadMemStats(&before)
+		u, err := a.Snapshot(context.Background(), gateway)
+		runtime.ReadMemStats(&after)
+		if err != nil || len(u.Shares) != keys {
+			t.Fatalf("snapshot of %s: %d shares, %v", gateway, len(u.Shares), err)
+		}
+		for _, s := range u.Shares {
+			sums[s.Key] = Limit{sums[s.Key].RateNanos + s.RateNanos, sums[s.Key].Burst + s.Burst}
+		}
+		return after.TotalAlloc - before.TotalAlloc
+	}
+	first, others := ask("g0"), uint64(0)
+	for g := range gateways - 1 {
+		others += ask(fmt.Sprint("g", g+1))
+	}
+	if mean := others / (gateways - 1); mean*20 > first {
+		t.Errorf("the first snapshot took %d bytes, each of the others %d: it planned anew", first, mean)
+	}
+	for k, sum := range sums {
+		if sum != (Limit{1000e9, 10_000}) {
+			t.Errorf("shares of %s add up to %v", k, sum)
+		}
+	}
+	for _, e := range a.keys {
+		for g, h := range e.held {
+			if !h.told || h.next != nil {
+				t.Fatalf("%s was told its share, and it is not known: %+v", g, h)
+			}
+		}
+	}
 }

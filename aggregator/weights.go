@@ -67,7 +67,8 @@ func (w *weights) count(r *schemas.Report) {
 // step weighs the fleet, which is in order, when it is time to or another one than before. It is called once a keepalive.
 //
 // A weight grows some keepalives after those that it takes from have shrunk: a fleet that loses the centre meanwhile, or a gateway
-// that misses one message, does not have more than all of a limit.
+// that misses one message, does not have more than all of a limit. A newcomer has as good as nothing until then; and where nobody knows
+// what gateways were told before, everybody begins with the least that anybody may have been told.
 func (w *weights) step(fleet []string, now time.Time) {
 	if w.lag > 0 {
 		if w.lag--; w.lag == 0 {
@@ -84,6 +85,7 @@ func (w *weights) step(fleet []string, now time.Time) {
 	} else if same {
 		return
 	}
+	before := w.fleet
 	w.fleet = fleet
 	if len(w.taken) == 0 {
 		return
@@ -96,11 +98,15 @@ func (w *weights) step(fleet []string, now time.Time) {
 	for i, weight := range Weigh(taken) {
 		g := fleet[i]
 		next[g], told[g] = weight, weight
-		if was, ok := w.told[g]; ok {
+		was, ok := w.told[g]
+		switch {
+		case ok:
 			told[g] = min(was, weight)
 			moved = moved || abs(int64(w.next[g]-weight)) > int64(w.next[g]/weighSlack)
-		} else {
-			moved = true
+		case w.told == nil && slices.Contains(before, g):
+			told[g], moved = min(weight, max(Whole/(4*len(fleet)), 1)), true
+		default:
+			told[g], moved = 1, true
 		}
 	}
 	if moved {

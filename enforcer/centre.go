@@ -76,7 +76,7 @@ func (e *Enforcer) part(rung string) (num, den uint64) {
 }
 
 // Apply takes a throttle update. Any update, even an empty one, makes the shares hold for its time to live, and its count of
-// gateways is what keys without a share divide by; its weight is kept for when no more updates come. Frozen, it does not make up for
+// gateways is what keys without a share divide by; its weight, if it has one or the fleet has changed, is kept for when no more updates come. Frozen, it does not make up for
 // one of a centre that has its store: the mode becomes stale, and after a time to live on_store_loss acts. A share of a version not above the one held for its key, of a rule that is
 // not shared, or of another limit than the policy states is ignored, and so is every update of an older epoch than one before.
 func (e *Enforcer) Apply(u Update) {
@@ -102,7 +102,10 @@ func (e *Enforcer) Apply(u Update) {
 	}
 	v := e.view.Load()
 	if u.Gateways > 0 {
-		e.fleet, e.weight = u.Gateways, u.Weight
+		if u.Weight > 0 || u.Gateways != e.fleet { // else a centre that has just begun, and does not know: what was told before is right
+			e.weight = u.Weight
+		}
+		e.fleet = u.Gateways
 	}
 	if v == nil {
 		return

@@ -123,7 +123,9 @@ func TestWithoutTheCentreAKeyHasTheLastKnownWeight(t *testing.T) {
 			hear(3, 600_000)
 			at(85*sec, enforcer.Stale, synced)
 			at(95*sec, enforcer.Isolated, 54)
-			hear(9, 0) // a centre that does not know the weights yet
+			hear(3, 0) // a centre that has just begun, and does not know the weights yet
+			at(106*sec, enforcer.Isolated, 54)
+			hear(9, 0) // nor those of another fleet
 			at(120*sec, enforcer.Isolated, 10)
 			c.Store(130 * sec)
 			hear(9, 50_000)

@@ -159,7 +159,11 @@ func (f *Feed) listen(ctx context.Context, fleet chan Fleet) (err error) {
 		lost      int                // messages that found the channel full
 		mode      = modeLog{log: f.log, degraded: f.m.Degraded, quiet: time.Now().Add(f.cfg.Grace), calm: f.cfg.Calm}
 		look      = time.NewTicker(f.cfg.Look)
+		known     Fleet
 	)
+	if f.cfg.FleetFile != "" {
+		known, _ = ReadFleet(f.cfg.FleetFile) // whoever started us has said what was wrong with it
+	}
 	defer heartbeat.Stop()
 	defer look.Stop()
 	defer ask.Stop()
@@ -198,7 +202,8 @@ func (f *Feed) listen(ctx context.Context, fleet chan Fleet) (err error) {
 			case <-fleet:
 			default:
 			}
-			fleet <- fleetOf(u)
+			known = fleetOf(u, known)
+			fleet <- known
 		case <-silent.C:
 			f.cfg.Silent()
 		case <-look.C:

@@ -503,11 +503,9 @@ func TestTheFleetOutlivesTheProcess(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "fleet")
 	cfg := fast(Config{Gateway: "g1", FleetFile: file})
 	start(t, newFeed(t, cfg, connect(t, srv.URL()), new(applied).apply, isSynced, embeddedtest.Log(t)))
-	for _, told := range []Fleet{{1, 0}, {3, 0}, {3, 600_000}, {3, 20_000}, {2, 0}} {
-		want := told
-		if told.Weight == 0 {
-			want.Weight = 1_000_000 / told.Gateways
-		}
+	for _, step := range []struct{ told, want Fleet }{{Fleet{1, 0}, Fleet{1, 1_000_000}}, {Fleet{3, 0}, Fleet{3, 333_333}}, {Fleet{3, 600_000}, Fleet{3, 600_000}},
+		{Fleet{3, 20_000}, Fleet{3, 20_000}}, {Fleet{2, 0}, Fleet{2, 500_000}}} {
+		told, want := step.told, step.want
 		eventually(t, "the fleet kept", func() bool {
 			c.push("g1", &schemas.ThrottleUpdate{Gateways: told.Gateways, Weight: told.Weight, TTL: time.Minute}) // the first may come too early
 			got, err := ReadFleet(file)
@@ -516,6 +514,38 @@ func TestTheFleetOutlivesTheProcess(t *testing.T) {
 	}
 	if left, err := filepath.Glob(filepath.Join(filepath.Dir(file), ".fleet-*")); err != nil || len(left) > 0 {
 		t.Errorf("temporary files left: %v %v", left, err)
+	}
+}
+
+// TestACentreThatDoesNotKnowTakesNoWeight: of a fleet of the same size the old one stays, also over a restart of the gateway.
+func TestACentreThatDoesNotKnowTakesNoWeight(t *testing.T) {
+	srv := embeddedtest.NATS(t)
+	c := newCentre(t, srv.URL())
+	file := filepath.Join(t.TempDir(), "fleet")
+	if err := writeFleet(file, Fleet{3, 600_000}); err != nil {
+		t.Fatal(err)
+	}
+	heard := new(applied)
+	start(t, newFeed(t, fast(Config{Gateway: "g1", FleetFile: file}), connect(t, srv.URL()), heard.apply, isSynced, embeddedtest.Log(t)))
+	says := func(u, want Fleet) {
+		t.Helper()
+		eventually(t, "the fleet kept", func() bool {
+			c.push("g1", &schemas.ThrottleUpdate{Gateways: u.Gateways, Weight: u.Weight, TTL: time.Minute})
+			got, err := ReadFleet(file)
+			return err == nil && got == want
+		})
+	}
+	for range 3 {
+		c.push("g1", &schemas.ThrottleUpdate{Gateways: 3, TTL: time.Minute})
+	}
+	says(Fleet{3, 0}, Fleet{3, 600_000})
+	says(Fleet{4, 0}, Fleet{4, 250_000})
+	says(Fleet{4, 100_000}, Fleet{4, 100_000})
+	says(Fleet{4, 0}, Fleet{4, 100_000})
+	for f, want := range map[Fleet]Fleet{{3, 0}: {3, 600_000}, {2, 0}: {2, 500_000}, {3, 7}: {3, 7}} {
+		if got := fleetOf(&schemas.ThrottleUpdate{Gateways: f.Gateways, Weight: f.Weight}, Fleet{3, 600_000}); got != want {
+			t.Errorf("after a fleet of 3 and a weight of 600000, told %v: %v, want %v", f, got, want)
+		}
 	}
 }
 

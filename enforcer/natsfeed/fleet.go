@@ -22,10 +22,15 @@ type Fleet struct {
 	Weight   int // of this one, in millionths of each limit
 }
 
-// fleetOf is what u says of the fleet.
-func fleetOf(u *schemas.ThrottleUpdate) Fleet {
+// fleetOf is what is known after u of a fleet of which this was known before. A centre that does not say a weight does not know it
+// yet: of a fleet of the same size it is the old one.
+func fleetOf(u *schemas.ThrottleUpdate, before Fleet) Fleet {
 	f := Fleet{u.Gateways, u.Weight}
-	if f.Weight == 0 {
+	switch {
+	case f.Weight > 0:
+	case f.Gateways == before.Gateways && before.Weight > 0:
+		f.Weight = before.Weight
+	default:
 		f.Weight = max(whole/f.Gateways, 1)
 	}
 	return f
