@@ -60,6 +60,34 @@ func (s *Store) UnevenReports(ctx context.Context, from, to time.Time) ([]Uneven
 		) WHERE hour > 0 AND said != have GROUP BY gateway, boot, hour ORDER BY hour, gateway, boot`+final, args)
 }
 
+// Orphans are rows of usage whose report is not stored: they were copied or made up, or the batch that they are of is stored in part.
+type Orphans struct {
+	Gateway, Boot string
+	Hour          time.Time // in which they arrived
+	Reports       uint64    // that they name
+	Requests      uint64
+	Last          time.Time // arrival of the latest
+}
+
+// Orphans returns those that arrived with from <= received < to. A batch that is just being stored shows as some.
+func (s *Store) Orphans(ctx context.Context, from, to time.Time) ([]Orphans, error) {
+	where := received + ` AND ts >= fromUnixTimestamp64Milli({first:Int64}, 'UTC') AND ts < fromUnixTimestamp64Milli({last:Int64}, 'UTC')`
+	args := append(window(from, to), ch.Named("first", millis(from.Add(-schemas.MaxBehind))), ch.Named("last", millis(to.Add(schemas.MaxAhead))))
+	var out []Orphans
+	err := s.scan(ctx, "look for usage without a report", `SELECT gateway, boot, toUnixTimestamp64Milli(received) - toUnixTimestamp64Milli(received) % 3600000 AS hour,
+			uniqExact(seq), sum(allowed + rejected), toUnixTimestamp64Milli(max(received)) FROM usage FINAL WHERE `+where+`
+			AND (gateway, boot, seq) NOT IN (SELECT gateway, boot, seq FROM reports WHERE (gateway, boot) IN (SELECT gateway, boot FROM usage WHERE `+where+`))
+			GROUP BY gateway, boot, hour ORDER BY hour, gateway, boot`+final, args, func(rows driver.Rows) error {
+		var o Orphans
+		var hour, last int64
+		err := rows.Scan(&o.Gateway, &o.Boot, &hour, &o.Reports, &o.Requests, &last)
+		o.Hour, o.Last = time.UnixMilli(hour).UTC(), time.UnixMilli(last).UTC()
+		out = append(out, o)
+		return err
+	})
+	return out, err
+}
+
 // UnevenTokens returns where what was taken of a bucket, report by report, does not add up to the growth of its cumulative
 // count, for reports of from <= ts < to: more grown than taken is lost, less is doubled. A count also falls, where tokens were given
 // back after a report told of them: what is taken next makes up for it first, so that a report that tells of tokens taken tells of
@@ -111,23 +139,25 @@ func (s *Store) Marks(ctx context.Context, from, to time.Time, n int) ([]Mark, e
 	return out, err
 }
 
-// Unsealed is what a process that was killed had admitted of one tenant in one hour and not sealed.
+// Unsealed is what a process that was killed had admitted and not sealed.
 type Unsealed struct {
-	Gateway, Boot, Tenant string
-	Hour                  time.Time
-	Cost                  uint64 // tokens that its requests asked for
+	Gateway, Boot string
+	Hour          time.Time // of the first of it
+	Tenants       uint64
+	Cost          uint64 // tokens that its requests asked for
 }
 
-// Unsealed returns those with requests of from <= ts < to, by hour. The next process sealed them, under no policy.
+// Unsealed returns those with requests of from <= ts < to, by life. The next process sealed them, under no policy; a gateway that
+// never names a policy has no part in it.
 func (s *Store) Unsealed(ctx context.Context, from, to time.Time) ([]Unsealed, error) {
 	var out []Unsealed
-	err := s.scan(ctx, "look for what killed processes left", `SELECT gateway, boot, tenant, toUnixTimestamp64Milli(ts) - toUnixTimestamp64Milli(ts) % 3600000 AS hour,
-			sum(greatest(cost, allowed)) FROM usage FINAL WHERE policy_version = 0 AND allowed > 0 AND `+within+`
-			GROUP BY gateway, boot, tenant, hour ORDER BY hour, gateway, boot, tenant`, window(from, to), func(rows driver.Rows) error {
+	err := s.scan(ctx, "look for what killed processes left", `SELECT gateway, boot, toUnixTimestamp64Milli(min(ts)) AS first, uniqExact(tenant), sum(greatest(cost, allowed))
+			FROM usage FINAL WHERE policy_version = 0 AND allowed > 0 AND `+within+` AND gateway IN (SELECT gateway FROM usage WHERE policy_version != 0 AND `+within+`)
+			GROUP BY gateway, boot ORDER BY first, gateway, boot`, window(from, to), func(rows driver.Rows) error {
 		var u Unsealed
-		var hour int64
-		err := rows.Scan(&u.Gateway, &u.Boot, &u.Tenant, &hour, &u.Cost)
-		u.Hour = time.UnixMilli(hour).UTC()
+		var first int64
+		err := rows.Scan(&u.Gateway, &u.Boot, &first, &u.Tenants, &u.Cost)
+		u.Hour = time.UnixMilli(first).UTC().Truncate(time.Hour)
 		out = append(out, u)
 		return err
 	})

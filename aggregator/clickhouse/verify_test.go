@@ -64,3 +64,28 @@ func TestAccounts(t *testing.T) {
 		t.Errorf("Stored = %v, %v", have, err)
 	}
 }
+
+// Rows without a report are found, whoever's they are; those of reports that arrived at another time are not.
+func TestOrphans(t *testing.T) {
+	s := fresh(t)
+	arrived := noon.Add(time.Hour)
+	one, two := reportAt("a", 1, noon, 5), reportAt("a", 2, noon, 5)
+	one.SealedAt, two.SealedAt = arrived, arrived
+	store(t, s, batchOf(1, one, two))
+	look := func() []Orphans {
+		t.Helper()
+		o, err := s.Orphans(t.Context(), arrived.Add(-24*time.Hour), arrived.Add(24*time.Hour))
+		if err != nil {
+			t.Fatal(err)
+		}
+		return o
+	}
+	if o := look(); len(o) != 0 {
+		t.Errorf("of what is whole: %+v", o)
+	}
+	run(t, s, "INSERT INTO usage SELECT * REPLACE ('copied' AS boot) FROM usage")
+	o := look()
+	if len(o) != 1 || o[0].Boot != "copied" || o[0].Reports != 2 || o[0].Requests != 30 || o[0].Last.IsZero() {
+		t.Errorf("Orphans = %+v, want the copies of 2 reports", o)
+	}
+}

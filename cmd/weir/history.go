@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"strings"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -84,11 +85,12 @@ func historyVerifyCommand() *cobra.Command {
 		Use:   "verify",
 		Short: "Compare the accounts of gateways, stream, Redis and ClickHouse, hour by hour",
 		Long: `Verify compares, for whole hours: the numbers of the reports, which have no holes; what each report says of itself with its rows
-in usage; what was taken of each bucket with the growth of its cumulative count, in ClickHouse and in Redis, as far as
-Redis still has it; and the roll-ups with the ledger. It says "equal", or each difference with its cause: in flight, late,
-refused, lost or doubled. No difference, and said apart: what the buckets of a killed process gave after their last report, which
-Redis never hears of. It exits 0 when all is equal, 1 when something differs, 3 when a server is unreachable. Hours that
-are not over are left out unless --to names one.`,
+in usage, none of which is without its report; what was taken of each bucket with the growth of its cumulative count, in ClickHouse
+and in Redis, as far as Redis still has it; and the roll-ups with the ledger. It says "equal", or each difference with its cause: in
+flight, late, refused, lost or doubled, or between which of these it cannot tell. Where there was nothing to compare with, in Redis
+or for want of --journal, it says so. No difference, and said apart: what the buckets of a killed process gave after their last
+report, which Redis never hears of. It exits 0 when all is equal, 1 when something differs, 3 when a server is unreachable. Hours
+that are not over are left out unless --to names one.`,
 		Example: "  weir history verify --last 24h\n  weir history verify --from 2026-11-29T10:00:00Z --to 2026-11-29T11:00:00Z --journal /var/lib/weir -o json",
 		Args:    noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
@@ -147,10 +149,13 @@ func printReconciliation(w io.Writer, r app.Reconciliation) {
 		text.Printf(w, "%s\t%s\t%s\t%s\t%s\t%s\t%s\t%d\t%d\t%s\n", d.Hour.Format(time.RFC3339), d.Between, d.Cause, dash(d.Gateway), dash(d.Boot), dash(d.Rule), dash(d.Key), d.Want, d.Have, d.Detail)
 	}
 	for _, k := range r.Killed {
-		text.Printf(w, "%s: %s, boot %s, was killed: Redis never heard of up to %d tokens of each bucket of %q, given after its last report; the ledger has the requests\n",
-			k.Hour.Format(time.RFC3339), k.Gateway, k.Boot, k.Tokens, k.Tenant)
+		text.Printf(w, "%s: %s, boot %s, was killed: Redis never heard of up to %d tokens, given to %d tenants after its last report; the ledger has the requests\n",
+			k.Hour.Format(time.RFC3339), k.Gateway, k.Boot, k.Tokens, k.Tenants)
 	}
 	verdict := "equal"
+	if len(r.Unseen) > 0 {
+		verdict = "equal, with nothing to compare in " + strings.Join(r.Unseen, " and ")
+	}
 	if !r.Equal {
 		verdict = fmt.Sprintf("%d differences", len(r.Differences))
 	}

@@ -10,6 +10,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"sync/atomic"
 	"syscall"
 	"testing"
 	"testing/synctest"
@@ -273,9 +274,10 @@ func TestCountsThatFindNoRoomAtTheStart(t *testing.T) {
 func TestReporterDeliversThemWhenThereIsRoom(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		dir, _ := leave(t)
-		full := true
+		var full atomic.Bool
+		full.Store(true)
 		s, err := Open(Config{sync: func(*os.File) error {
-			if full {
+			if full.Load() {
 				return syscall.ENOSPC
 			}
 			return nil
@@ -287,11 +289,13 @@ func TestReporterDeliversThemWhenThereIsRoom(t *testing.T) {
 		far := &switched{sent: map[string]bool{}}
 		_, stop := start(t, s, "two", far)
 		time.Sleep(time.Minute)
+		synctest.Wait()
 		if far.sent["one4"] || !far.sent["one3"] {
 			t.Errorf("sent %v on a full disk, want what was sealed", far.sent)
 		}
-		full = false
+		full.Store(false)
 		time.Sleep(lateEvery + 2*time.Second)
+		synctest.Wait()
 		if !far.sent["one4"] {
 			t.Errorf("sent %v when there was room again", far.sent)
 		}

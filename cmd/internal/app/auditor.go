@@ -112,7 +112,7 @@ func auditSummary(hour time.Time, all []Difference) string {
 		causes[d.Cause]++
 	}
 	text := ""
-	for _, c := range []string{CauseLost, CauseDoubled, CauseRefused, CauseLate, CauseInFlight} {
+	for _, c := range []string{CauseLost, CauseDoubled, CauseUnclear, CauseHalf, CauseRefused, CauseLate, CauseInFlight} {
 		if n := causes[c]; n > 0 {
 			text += fmt.Sprintf(", %d %s", n, c)
 		}

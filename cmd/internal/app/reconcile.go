@@ -21,11 +21,13 @@ import (
 
 // Causes of a Difference.
 const (
-	CauseInFlight = "in flight" // it is in the stream, or reports come in just now: it will be there
-	CauseLate     = "late"      // a gateway has it and has not published it
-	CauseRefused  = "refused"   // it is a dead letter: see weir dlq
-	CauseLost     = "lost"      // nobody has it
-	CauseDoubled  = "doubled"   // it is there more than once
+	CauseInFlight = "in flight"              // it is in the stream, or reports come in just now: it will be there
+	CauseLate     = "late"                   // a gateway has it and has not published it
+	CauseRefused  = "refused"                // it is a dead letter: see weir dlq
+	CauseLost     = "lost"                   // nobody has it
+	CauseDoubled  = "doubled"                // it is there more than once
+	CauseHalf     = "doubled or half stored" // rows whose report is not stored
+	CauseUnclear  = "lost or doubled"        // a roll-up has more than the ledger: one of them is wrong
 )
 
 // Difference is where two accounts of the same requests do not agree.
@@ -51,17 +53,18 @@ type Reconciliation struct {
 	Counts      int          `json:"counts"`   // cumulative counts that Redis and ClickHouse both hold
 	Journals    int          `json:"journals"` // that were read
 	Differences []Difference `json:"differences"`
+	Unseen      []string     `json:"unseen,omitempty"` // what there was nothing to compare with: "redis", "journals"
 	Killed      []Untold     `json:"killed,omitempty"`
 }
 
 // Untold is no difference, for nothing of it was ever told to Redis: a process was killed, and the requests that it had admitted and not
-// sealed are in the ledger, but the tokens that its buckets gave after their last report are in none. They are at most Tokens of each
-// bucket that these requests of the tenant took from.
+// sealed are in the ledger, but the tokens that its buckets gave after their last report are in none. They are at most Tokens of all
+// buckets that these requests took from under one rule.
 type Untold struct {
 	Gateway string    `json:"gateway"`
 	Boot    string    `json:"boot"`
-	Tenant  string    `json:"tenant"`
-	Hour    time.Time `json:"hour"`
+	Hour    time.Time `json:"hour"` // of the first of these requests
+	Tenants uint64    `json:"tenants"`
 	Tokens  uint64    `json:"tokens"`
 }
 
@@ -123,12 +126,18 @@ func Reconcile(ctx context.Context, b Books, from, to time.Time) (Reconciliation
 		return r, err
 	}
 	for _, u := range unsealed {
-		r.Killed = append(r.Killed, Untold{u.Gateway, u.Boot, u.Tenant, u.Hour, u.Cost})
+		r.Killed = append(r.Killed, Untold{u.Gateway, u.Boot, u.Hour, u.Tenants, u.Cost})
 	}
 	slices.SortStableFunc(r.Differences, func(a, b Difference) int {
 		return cmp.Or(a.Hour.Compare(b.Hour), cmp.Compare(a.Gateway, b.Gateway), cmp.Compare(a.Boot, b.Boot))
 	})
 	r.Equal = len(r.Differences) == 0
+	if r.Counts == 0 {
+		r.Unseen = append(r.Unseen, "redis")
+	}
+	if r.Journals == 0 {
+		r.Unseen = append(r.Unseen, "journals")
+	}
 	return r, nil
 }
 
@@ -222,14 +231,31 @@ func (b Books) reports(ctx context.Context, r *Reconciliation, known map[clickho
 	return nil
 }
 
-// usage compares the rows of each report with what it says of itself.
-func (b Books) usage(ctx context.Context, r *Reconciliation, _ map[clickhouse.ReportID]unstored) error {
+// usage compares the rows of each report with what it says of itself, and looks for rows that no report tells of.
+func (b Books) usage(ctx context.Context, r *Reconciliation, known map[clickhouse.ReportID]unstored) error {
 	uneven, err := b.Store.UnevenReports(ctx, r.From, r.To)
 	if err != nil {
 		return err
 	}
 	for _, u := range uneven {
 		r.uneven("usage", u, CauseLost)
+	}
+	orphans, err := b.Store.Orphans(ctx, r.From, r.To)
+	if err != nil {
+		return err
+	}
+	for _, o := range orphans {
+		cause := CauseHalf
+		for id, k := range known {
+			if id.Gateway == o.Gateway && id.Boot == o.Boot {
+				cause = k.cause
+			}
+		}
+		if time.Since(o.Last) < settling { // its report may be on its way
+			cause = CauseInFlight
+		}
+		r.add(Difference{Between: "usage", Cause: cause, Gateway: o.Gateway, Boot: o.Boot, Hour: o.Hour, Have: int64(o.Requests),
+			Detail: fmt.Sprintf("rows of %d reports that are not stored", o.Reports)})
 	}
 	return nil
 }
@@ -304,12 +330,12 @@ func (b Books) rollups(ctx context.Context, r *Reconciliation, known map[clickho
 	}
 	for _, g := range gaps {
 		d := g.Allowed + g.Rejected
-		cause := CauseLost
-		if d < 0 {
-			cause = CauseDoubled
+		cause, detail := CauseLost, "the roll-up lacks it: weir history rebuild makes them equal"
+		if g.Allowed < 0 || g.Rejected < 0 || g.Cost < 0 { // a rebuild would make the roll-up forget what the ledger may have lost
+			cause, detail = CauseUnclear, "lost from the ledger, or doubled in the roll-up: find out which before anything is rebuilt; where all roll-ups have it, it was there"
 		}
 		r.add(Difference{Between: g.Rollup, Cause: cause, Key: g.Tenant, Rule: g.Rule, Hour: g.Time.Truncate(time.Hour), Want: d,
-			Detail: fmt.Sprintf("%s, route %s: the ledger less the roll-up; weir history rebuild makes them equal", g.Time.Format(time.RFC3339), g.Route)})
+			Detail: fmt.Sprintf("%s, route %s, the ledger less the roll-up: %s", g.Time.Format(time.RFC3339), g.Route, detail)})
 	}
 	return nil
 }
