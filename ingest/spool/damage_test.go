@@ -116,6 +116,70 @@ func TestDamagedSegmentIsKept(t *testing.T) {
 	}
 }
 
+// A report whose commit is cut off is missed, whether its life has the number still or was taken over long ago; one that never had
+// a commit is cut off once, and no later start takes it for damage.
+func TestReportsWithoutTheirCommit(t *testing.T) {
+	commits := func(boot string) int { return 2 * (headBytes + 6 + len(boot)) }
+	cut := func(name string, n int) {
+		t.Helper()
+		info, err := os.Stat(name)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := os.Truncate(name, info.Size()-int64(n)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	damaged := func(dir, boot string, do func(*Spool)) float64 {
+		t.Helper()
+		m := NewMetrics(prometheus.NewRegistry())
+		s := open(t, Config{}, dir, boot, m)
+		if do != nil {
+			do(s)
+		}
+		if err := s.Close(); err != nil {
+			t.Fatal(err)
+		}
+		return testutil.ToFloat64(m.Damaged)
+	}
+
+	dir := t.TempDir()
+	var name string
+	damaged(dir, "one", func(s *Spool) {
+		add(t, s, 1, report("one", 1, 500))
+		name = s.active.f.Name()
+	})
+	cut(name, commits("one"))
+	if n := damaged(dir, "two", nil); n != 1 {
+		t.Errorf("%v damaged where the life says that its report was kept, want 1", n)
+	}
+
+	dir, _ = leave(t)
+	damaged(dir, "two", func(s *Spool) { name = s.active.f.Name() })
+	cut(name, commits("one"))
+	if n := damaged(dir, "three", nil); n != 1 {
+		t.Errorf("%v damaged where the counts are gone, want 1", n)
+	}
+
+	dir, name = leave(t)
+	seedNow = name
+	b, err := os.ReadFile(name)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if b, err = appendReport(b, seedOf(b), report("one", 4, 7)); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(name, b, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	for _, boot := range []string{"two", "three"} {
+		if n := damaged(dir, boot, nil); n != 0 {
+			t.Errorf("life %s: %v damaged, want none: it was being written", boot, n)
+		}
+	}
+}
+
 // seedNow is the segment whose seed seedOf takes.
 var seedNow string
 
@@ -386,7 +450,9 @@ func TestAbandoned(t *testing.T) {
 	if all, err := Read(dir, "gw"); err != nil || len(all) != 5 || all[4].Boot != "two" || all[4].Requests() != 3 {
 		t.Errorf("Read beside a running gateway = %+v, %v, want its counts too", all, err)
 	}
-	add(t, s, 1, report("two", 1, 3))
+	if err := errors.Join(s.Append(report("two", 1, 3)), s.commit("two", 1)); err != nil { // and the counts not forgotten yet
+		t.Fatal(err)
+	}
 	if all, err := Read(dir, "gw"); err != nil || len(all) != 5 || all[4].Requests() != 3 {
 		t.Errorf("Read after the seal = %+v, %v, want them once", all, err)
 	}
