@@ -3,6 +3,7 @@ package clickhouse
 import (
 	"context"
 	"errors"
+	"slices"
 	"time"
 
 	ch "github.com/ClickHouse/clickhouse-go/v2"
@@ -13,8 +14,11 @@ const (
 	judgeLate = time.Hour           // what a gateway sealed longer before it arrived is not judged any more
 	judgePast = 24 * time.Hour      // judging goes on from so long ago at most
 	fleetSpan = 10 * time.Minute    // a gateway that reported in it may hold a token of any key
-	farLevel  = 31 * 24 * time.Hour // a level older than this is full again
+	nearLevel = time.Minute         // a level is looked for so far back, and
+	farLevel  = 31 * 24 * time.Hour // so far where it takes longer to refill; older ones are full again
 	minSlack  = 2                   // tokens
+
+	levelsAtOnce = 200 // bounds one question about levels, so that it fits into a URL
 )
 
 // Admitted is what all gateways together took from one key's limit in one second.
@@ -88,74 +92,123 @@ func (s *Store) Judge(ctx context.Context, seen time.Time) (time.Time, error) {
 // taken is a query for what was taken: by which second (at) in how many seconds (n), and in how many of these it is laid
 // (parts), evenly, never in more than there are tokens. The second is that of the arrival, by one clock for all; of a report
 // that had to wait it is the gateway's. Shadow rules admit everything, local ones are not shared, and both are left out.
-const taken = `(SELECT rule, key, received, limit_rate_nanos, limit_burst, taken,
+// DISTINCT does what FINAL would, after the condition on time and not before it.
+const taken = `(SELECT DISTINCT gateway, boot, seq, entry, rule, key, received, limit_rate_nanos, limit_burst, taken,
 		toUnixTimestamp(if(received > ts + INTERVAL 10 SECOND, ts, received)) AS at,
-		toInt64(least(greatest(1, intDiv(window_ms + 999, 1000)), 60)) AS n, least(n, toInt64(taken)) AS parts
-	FROM tokens FINAL
+		toInt64(least(greatest(1, intDiv(window_ms + 999, 1000)), 60)) AS n, least(n, toInt64(taken)) AS parts, at - intDiv((parts - 1) * n, parts) AS first
+	FROM tokens
 	WHERE ts >= fromUnixTimestamp64Milli({from:Int64}, 'UTC') AND received <= fromUnixTimestamp64Milli({upto:Int64}, 'UTC')
-		AND mode != 'shadow' AND consistency != 'local' AND taken > 0 AND limit_rate_nanos >= 0)`
+		AND mode != 'shadow' AND consistency != 'local' AND taken > 0 AND limit_rate_nanos >= 0`
+
+// isNew is true of what arrived since the last look.
+const isNew = `received >= fromUnixTimestamp64Milli({seen:Int64}, 'UTC')`
 
 // judge judges what arrived in seen..upto. It begins, for each key, with the first second that any of this is of, at the
-// level which the key's last second before that left; a limit that needs longer than ten minutes to refill is looked for
-// further back.
+// level which the key's last second before that left.
 func (s *Store) judge(ctx context.Context, seen, upto time.Time, slack float64) ([]Accuracy, error) {
 	args := func(from time.Time) []any {
 		return []any{ch.Named("from", millis(from)), ch.Named("seen", millis(seen)), ch.Named("upto", millis(upto))}
 	}
 	var first int64
 	var n uint64
-	err := s.conn.QueryRow(ctx, `SELECT min(at - intDiv((parts - 1) * n, parts)), count() FROM `+taken+` WHERE received >= fromUnixTimestamp64Milli({seen:Int64}, 'UTC')`,
-		args(seen.Add(-judgeLate))...).Scan(&first, &n)
+	err := s.conn.QueryRow(ctx, `SELECT min(first), count() FROM `+taken+` AND `+isNew+`)`, args(seen.Add(-judgeLate))...).Scan(&first, &n)
 	if err != nil || n == 0 {
 		return nil, err
 	}
 	// What counts in a second arrived, or was sealed, at most ten seconds before it.
 	from := time.Unix(first, 0).Add(-10 * time.Second)
+	left := map[[2]string]bucket{}
+	near := append(args(from), ch.Named("near", millis(from.Add(-nearLevel))))
+	if err := s.levels(ctx, left, `SELECT a.rule, a.key, max(a.ts), argMax(a.level, (a.ts, a.seen, -a.level))
+		FROM accuracy AS a INNER JOIN (SELECT rule, key, min(first) AS since FROM `+taken+` AND `+isNew+`) GROUP BY rule, key) AS f ON a.rule = f.rule AND a.key = f.key
+		WHERE a.ts >= fromUnixTimestamp64Milli({near:Int64}, 'UTC') AND toUnixTimestamp(a.ts) < f.since GROUP BY a.rule, a.key`, near...); err != nil {
+		return nil, err
+	}
 	rows, err := s.conn.Query(ctx, `
-		WITH fresh AS (
-				SELECT rule, key, min(at - intDiv((parts - 1) * n, parts)) AS since, max(limit_burst) * 1e9 > 600 * min(limit_rate_nanos) AS slow
-				FROM `+taken+` WHERE received >= fromUnixTimestamp64Milli({seen:Int64}, 'UTC') GROUP BY rule, key),
-			near AS (
-				SELECT a.rule AS rule, a.key AS key, max(a.ts) AS end, argMax(a.level, a.ts) AS left
-				FROM accuracy AS a FINAL INNER JOIN fresh AS f ON a.rule = f.rule AND a.key = f.key
-				WHERE a.ts >= fromUnixTimestamp64Milli({from:Int64} - 600000, 'UTC') AND toUnixTimestamp(a.ts) < f.since AND (a.rule, a.key) IN (SELECT rule, key FROM fresh)
-				GROUP BY rule, key),
-			far AS (
-				SELECT a.rule AS rule, a.key AS key, max(a.ts) AS end, argMax(a.level, a.ts) AS left
-				FROM accuracy AS a FINAL INNER JOIN fresh AS f ON a.rule = f.rule AND a.key = f.key
-				WHERE a.ts >= fromUnixTimestamp64Milli({far:Int64}, 'UTC') AND toUnixTimestamp(a.ts) < f.since
-					AND (a.rule, a.key) IN (SELECT rule, key FROM fresh WHERE slow AND (rule, key) NOT IN (SELECT rule, key FROM near))
-				GROUP BY rule, key)
-		SELECT u.rule, u.key, u.second, u.rate, u.burst, u.admitted, p.end, p.left FROM (
-				SELECT t.rule AS rule, t.key AS key, t.second AS second, max(t.limit_rate_nanos) AS rate, max(t.limit_burst) AS burst, sum(t.taken / t.parts) AS admitted
-				FROM (SELECT *, at - intDiv(arrayJoin(range(parts)) * n, parts) AS second FROM `+taken+`) AS t
-				INNER JOIN fresh AS f ON t.rule = f.rule AND t.key = f.key
-				WHERE t.second >= f.since GROUP BY rule, key, second) AS u
-			LEFT JOIN (SELECT * FROM near UNION ALL SELECT * FROM far) AS p ON u.rule = p.rule AND u.key = p.key
-		ORDER BY u.rule, u.key, u.second`+final, append(args(from), ch.Named("far", millis(upto.Add(-farLevel))))...)
+		SELECT rule, key, at - intDiv(arrayJoin(range(parts)) * n, parts) AS second, max(limit_rate_nanos), max(limit_burst), sum(taken / parts)
+		FROM (SELECT *, min(if(`+isNew+`, first, 0xffffffff)) OVER (PARTITION BY rule, key) AS since FROM `+taken+`))
+		GROUP BY rule, key, second HAVING second >= any(since) ORDER BY rule, key, second`, args(from)...)
 	if err != nil {
 		return nil, err
 	}
 	var out []Accuracy
-	var b bucket
 	for rows.Next() {
 		a := Accuracy{Seen: seen}
 		var second int64
-		var end time.Time
-		var left float64
-		if err := rows.Scan(&a.Rule, &a.Key, &second, &a.LimitRateNanos, &a.LimitBurst, &a.Taken, &end, &left); err != nil {
+		if err := rows.Scan(&a.Rule, &a.Key, &second, &a.LimitRateNanos, &a.LimitBurst, &a.Taken); err != nil {
 			return nil, errors.Join(err, rows.Close())
 		}
 		a.Time = time.Unix(second, 0).UTC()
 		if i := len(out) - 1; i >= 0 && out[i].Rule == a.Rule && out[i].Key == a.Key {
 			a.Rule, a.Key = out[i].Rule, out[i].Key // one text for all of them
-		} else if b = (bucket{level: float64(a.LimitBurst), at: a.Time}); end.Unix() > 0 {
-			b = bucket{level: left, at: end.Add(time.Second)}
 		}
-		b.judge(&a, slack)
 		out = append(out, a)
 	}
-	return out, errors.Join(rows.Err(), rows.Close())
+	if err := errors.Join(rows.Err(), rows.Close()); err != nil {
+		return nil, err
+	}
+	if err := s.farLevels(ctx, left, out, upto); err != nil {
+		return nil, err
+	}
+	var b bucket
+	for i := range out {
+		a := &out[i]
+		if i == 0 || out[i-1].Rule != a.Rule || out[i-1].Key != a.Key {
+			var ok bool
+			if b, ok = left[[2]string{a.Rule, a.Key}]; !ok {
+				b = bucket{level: float64(a.LimitBurst), at: a.Time}
+			}
+		}
+		b.judge(a, slack)
+	}
+	return out, nil
+}
+
+// farLevels looks further back for the levels of keys that were not used lately and need longer than that to refill.
+func (s *Store) farLevels(ctx context.Context, left map[[2]string]bucket, all []Accuracy, upto time.Time) error {
+	var missing []*Accuracy
+	for i := range all {
+		a := &all[i]
+		if i > 0 && all[i-1].Rule == a.Rule && all[i-1].Key == a.Key {
+			continue
+		}
+		if _, ok := left[[2]string{a.Rule, a.Key}]; !ok && float64(a.LimitBurst)*1e9 > nearLevel.Seconds()*float64(a.LimitRateNanos) {
+			missing = append(missing, a)
+		}
+	}
+	for part := range slices.Chunk(missing, levelsAtOnce) {
+		rules, keys, since := make([]string, len(part)), make([]string, len(part)), make([]int64, len(part))
+		for i, a := range part {
+			rules[i], keys[i], since[i] = a.Rule, a.Key, a.Time.Unix()
+		}
+		if err := s.levels(ctx, left, `SELECT a.rule, a.key, max(a.ts), argMax(a.level, (a.ts, a.seen, -a.level))
+			FROM accuracy AS a INNER JOIN (SELECT tupleElement(k, 1) AS rule, tupleElement(k, 2) AS key, tupleElement(k, 3) AS since
+				FROM (SELECT arrayJoin(arrayZip({rules:Array(String)}, {keys:Array(String)}, {since:Array(Int64)})) AS k)) AS f ON a.rule = f.rule AND a.key = f.key
+			WHERE a.rule IN {rules:Array(String)} AND a.key IN {keys:Array(String)} AND toUnixTimestamp(a.ts) < f.since
+				AND a.ts >= fromUnixTimestamp64Milli({far:Int64}, 'UTC') GROUP BY a.rule, a.key`,
+			ch.Named("rules", rules), ch.Named("keys", keys), ch.Named("since", since), ch.Named("far", millis(upto.Add(-farLevel)))); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// levels adds what a query says of rule, key, last second and level.
+func (s *Store) levels(ctx context.Context, left map[[2]string]bucket, query string, args ...any) error {
+	rows, err := s.conn.Query(ctx, query, args...)
+	if err != nil {
+		return err
+	}
+	for rows.Next() {
+		var id [2]string
+		var b bucket
+		if err := rows.Scan(&id[0], &id[1], &b.at, &b.level); err != nil {
+			return errors.Join(err, rows.Close())
+		}
+		b.at = b.at.Add(time.Second)
+		left[id] = b
+	}
+	return errors.Join(rows.Err(), rows.Close())
 }
 
 // bucket is the one bucket that all gateways together are held against.
@@ -204,8 +257,9 @@ func (s *Store) Overshoots(ctx context.Context, from, to time.Time) ([]Overshoot
 	ctx, cancel := context.WithTimeout(ctx, queryTimeout)
 	defer cancel()
 	rows, err := s.conn.Query(ctx, `
-		SELECT rule, sum(admitted), sum(over), uniqExactIf(intDiv(toUnixTimestamp64Milli(ts) - {from:Int64}, 60000), over > 0.001)
-		FROM accuracy FINAL WHERE `+within+` GROUP BY rule ORDER BY rule`+final, window(from, to)...)
+		SELECT rule, sum(now.1), sum(now.2), uniqExactIf(intDiv(toUnixTimestamp64Milli(ts) - {from:Int64}, 60000), now.2 > 0.001) FROM (
+			SELECT rule, key, ts, argMax((admitted, over), (seen, admitted)) AS now FROM accuracy WHERE `+within+` GROUP BY rule, key, ts)
+		GROUP BY rule ORDER BY rule`, window(from, to)...)
 	if err != nil {
 		return nil, s.explain(doing, err)
 	}
