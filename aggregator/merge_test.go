@@ -133,9 +133,11 @@ func TestTheDelaysOfTheGoneAreForgotten(t *testing.T) {
 	if len(a.delays) != 1 {
 		t.Errorf("%d delays of one gateway", len(a.delays))
 	}
+	a.Heartbeat(&schemas.Heartbeat{Gateway: "g1", Boot: "b", Mode: schemas.ModeStopped}, now)
+	report(2, now) // its last one
 	now = now.Add(time.Minute)
 	a.expire()
-	report(2, now.Add(-time.Minute))
+	report(3, now.Add(-time.Minute))
 	if len(a.delays) != 0 || len(a.fleet) != 0 {
 		t.Errorf("%d delays of a gateway that is gone, in a fleet of %d", len(a.delays), len(a.fleet))
 	}
