@@ -445,3 +445,39 @@ func TestOlder(t *testing.T) {
 		}
 	}
 }
+
+// T5: the answer to a direct read can be an empty message anywhere, which deletes a stream where it meets that API: gateways read the
+// bucket of marks otherwise. Positions have a history, for what is written over them. Buckets of an earlier version are changed.
+func TestT5BucketsThatGatewaysCannotAbuse(t *testing.T) {
+	for _, before := range []bool{false, true} {
+		ctx, js, problems := js(t)
+		if before {
+			for _, b := range []string{HistoryBucket, StoredBucket} {
+				if _, err := js.CreateKeyValue(ctx, jetstream.KeyValueConfig{Bucket: b, History: 1, Storage: jetstream.FileStorage}); err != nil {
+					t.Fatal(err)
+				}
+			}
+			if p := fmt.Sprint(problems()); !strings.Contains(p, "weir-stored: allow_direct is true") {
+				t.Errorf("problems = %s, want that marks are read directly", p)
+			}
+		}
+		if err := Declare(ctx, js, Storage{}); err != nil {
+			t.Fatal(err)
+		}
+		for bucket, want := range map[string]struct {
+			direct  bool
+			history int64
+		}{HistoryBucket: {true, 64}, StoredBucket: {false, 1}} {
+			s, err := js.Stream(ctx, "KV_"+bucket)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if is := s.CachedInfo().Config; is.AllowDirect != want.direct || is.MaxMsgsPerSubject != want.history {
+				t.Errorf("bucket %s: allow_direct %t and a history of %d, want %+v", bucket, is.AllowDirect, is.MaxMsgsPerSubject, want)
+			}
+		}
+		if p := problems(); len(p) != 0 {
+			t.Errorf("problems = %v, want none", p)
+		}
+	}
+}
