@@ -274,3 +274,41 @@ func TestTinyLimitIsNotOver(t *testing.T) {
 		t.Errorf("Overshoots = %+v, %v, want more than 3 over", got, err)
 	}
 }
+
+// BenchmarkJudge judges ten seconds in which three gateways report each key five times a second, beside two minutes of the same.
+func BenchmarkJudge(b *testing.B) {
+	for _, keys := range []int{100, 1000} {
+		b.Run(fmt.Sprintf("keys=%d", keys), func(b *testing.B) {
+			s := fresh(b)
+			at := time.Now().UTC().Truncate(time.Second).Add(-time.Hour)
+			insert := func(seconds int) {
+				run(b, s, fmt.Sprintf(`INSERT INTO tokens (ts, gateway, boot, seq, rule, key, mode, limit_rate_nanos, limit_burst, taken, window_ms, received)
+					SELECT fromUnixTimestamp64Milli(%d + intDiv(number, 3 * %d) * 200, 'UTC') AS ts, concat('g', toString(number %% 3)), 'b', %d + intDiv(number, 3 * %d),
+						'contract', concat('key-', toString(intDiv(number, 3) %% %d)), 'enforce', 100000000000, 200, 7, 200, ts FROM numbers(%d)`,
+					at.UnixMilli(), keys, at.Unix()*100, keys, keys, 3*5*seconds*keys))
+				at = at.Add(time.Duration(seconds) * time.Second)
+				run(b, s, fmt.Sprintf("INSERT INTO reports (gateway, boot, seq, received) SELECT 'g1', 'b', %d, fromUnixTimestamp64Milli(%d, 'UTC')", at.Unix(), at.Add(-time.Millisecond).UnixMilli()))
+			}
+			insert(120)
+			seen := at.Add(-time.Millisecond)
+			b.ResetTimer()
+			for range b.N {
+				b.StopTimer()
+				insert(10)
+				b.StartTimer()
+				upto, err := s.Judge(b.Context(), seen)
+				if err != nil || upto.Equal(seen) {
+					b.Fatal(upto, err)
+				}
+				seen = upto
+			}
+			b.StopTimer()
+			rows := number(b, s, "(SELECT count() FROM accuracy FINAL)")
+			if want := uint64(b.N * 10 * keys); rows != want {
+				b.Errorf("%d rows, want %d", rows, want)
+			}
+			run(b, s, "OPTIMIZE TABLE accuracy FINAL")
+			b.ReportMetric(float64(number(b, s, "(SELECT sum(data_compressed_bytes) FROM system.parts WHERE table = 'accuracy' AND active AND database = currentDatabase())"))/float64(rows), "disk-B/row")
+		})
+	}
+}
