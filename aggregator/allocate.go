@@ -232,7 +232,7 @@ func (l Limit) queue(hungry []hunger, parts []Part, freeMicros int64, last strin
 const (
 	offerSlow  = 2_000_000_000         // billionths of a token per second: a limit that earns no more than this is offered
 	offerReach = 50 * time.Millisecond // an offer is withdrawn within this after a token was used
-	offerRisk  = 0.1                   // tokens used beyond those that there are, each time, at most
+	offerRisk  = 0.3                   // tokens used beyond those that there are, each time, at most
 	offerHeavy = 32                    // a gateway that asks so many times while a token is earned takes its turn
 )
 

@@ -190,6 +190,10 @@ var promises = []promise{
 	{"sparse-50-0.5", 2, apart, likePerfect(1, 1)},
 	{"sparse-50-5", 3, apart, likePerfect(1, 1)},
 	{"sparse-50-40", 2, apart, likePerfect(1, 1)},
+	{"short-10", 3, apart, func(t *testing.T, o *outcome) {
+		within(t, "admitted of a perfect bucket", o.count(o.admitted, 0, 120*s)/o.count(o.perfect, 0, 120*s), 0.93, 1.03)
+		within(t, "tokens beyond rate·t in any time", o.above(), 0, float64(o.sc.burst)+2)
+	}},
 	{"centre-down", 5, together, down},
 	{"redis-down", 5, together, down},
 	{"alone", 5, []string{"local", "shared", "lease", "strict"}, func(t *testing.T, o *outcome) {
@@ -231,7 +235,8 @@ func conformanceScenarios() []scenario {
 		all = append(all, scenario{name: fmt.Sprintf("sparse-%d-%g", c.gateways, c.times), gateways: c.gateways, most: c.gateways, keys: 1,
 			tokens: 3, per: time.Minute, burst: 1, seconds: 600, fill: func(sc *scenario, g *generator) { g.even(c.gateways, c.times*sc.perSecond(), 0, 600) }})
 	}
-	return all
+	return append(all, scenario{name: "short-10", gateways: 10, most: 10, keys: 1, tokens: 2, per: time.Second, burst: 1, seconds: 120,
+		fill: func(sc *scenario, g *generator) { g.even(10, 5*sc.perSecond(), 0, 120) }})
 }
 
 // play runs a scenario in a mode: in the form that does best.
