@@ -147,6 +147,9 @@ func TestAccuracyOfReports(t *testing.T) {
 	if want := (Overshoot{Rule: "contract", Admitted: 85, Over: 20, Minutes: 1}); err != nil || len(got) != 1 || got[0] != want {
 		t.Errorf("Overshoots = %+v, %v, want %+v", got, err, want)
 	}
+	r.report("g1", 4*time.Second+at, 4*time.Second+at, took("storm", 12, time.Second)) // the level is where it was left
+	r.judgeAll(seen)
+	r.want("storm", "0=52(20 over) 1=10 2=10 3=10 4=12(2 over)")
 }
 
 // TestEverySecondIsJudged: after an outage, after a restart, and again when a report of it comes late.
