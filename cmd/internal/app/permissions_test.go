@@ -226,10 +226,6 @@ rules:
 		ask()
 	}
 	within(t, "usage is stored all the same", stored)
-	kv, err := js.KeyValue(ctx, natsx.HistoryBucket)
-	if err != nil {
-		t.Fatal(err)
-	}
 	within(t, "the position is a position again", func() bool {
 		strange, err := jetstream.Misplaced(ctx, js, historyConsumer)
 		return err == nil && strange == nil
@@ -252,7 +248,8 @@ rules:
 	if js, err = natsjs.New(lone); err != nil {
 		t.Fatal(err)
 	}
-	if kv, err = js.KeyValue(ctx, natsx.HistoryBucket); err != nil {
+	kv, err := js.KeyValue(ctx, natsx.HistoryBucket)
+	if err != nil {
 		t.Fatal(err)
 	}
 	if _, err := kv.Put(ctx, historyConsumer, []byte(`{"stream":"WEIR_USAGE","seq":5}`)); err != nil {
