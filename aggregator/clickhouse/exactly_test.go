@@ -402,3 +402,39 @@ func TestT12SameRangeOtherReports(t *testing.T) {
 	store(t, s, batchOf(7, reportAt("d", 1, noon, 10)))
 	wantUsage(t, s, 50, 150)
 }
+
+// A server that is killed after it wrote a token down and before the part is there drops the rows when they come again, and says that all
+// is well. The rows are stored under another token, and the roll-ups, which had them, have them once.
+func TestTokenOfRowsThatAreNotThere(t *testing.T) {
+	server := embeddedtest.ClickHouse(t)
+	s := open(t, server.URL())
+	at := time.Now().UTC().Truncate(time.Hour)
+	b := batchOf(1, reportAt("a", 1, at, 50), reportAt("b", 1, at, 50))
+	want := number(t, s, "100")
+	for _, gone := range []string{"gateway = 'a'", "1"} {
+		if err := s.Reports(t.Context(), b); err != nil {
+			t.Fatal(err)
+		}
+		for _, sql := range []string{"ALTER TABLE usage DELETE WHERE " + gone, "ALTER TABLE reports DELETE WHERE " + gone} {
+			if err := s.conn.Exec(t.Context(), sql+" SETTINGS mutations_sync = 2"); err != nil {
+				t.Fatal(err)
+			}
+		}
+		s = open(t, server.URL()) // another process, which does the range again
+		if err := s.Reports(t.Context(), b); err != nil {
+			t.Fatal(err)
+		}
+		if got := number(t, s, "(SELECT count() FROM usage FINAL)"); got != want {
+			t.Errorf("%s: usage has %d rows, want %d", gone, got, want)
+		}
+		if got := number(t, s, "(SELECT uniqExact(gateway, boot, seq) FROM reports)"); got != 2 {
+			t.Errorf("%s: %d reports, want 2", gone, got)
+		}
+		ledger := number(t, s, "(SELECT sum(allowed + rejected) FROM usage FINAL)")
+		for _, table := range []string{"usage_1m", "usage_1h", "usage_1d"} {
+			if got := number(t, s, "(SELECT sum(allowed + rejected) FROM "+table+")"); got != ledger {
+				t.Errorf("%s: %s has %d requests, the ledger %d", gone, table, got, ledger)
+			}
+		}
+	}
+}

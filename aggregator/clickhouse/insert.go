@@ -2,6 +2,7 @@ package clickhouse
 
 import (
 	"context"
+	"crypto/rand"
 	"crypto/sha256"
 	"encoding/binary"
 	"errors"
@@ -255,6 +256,7 @@ func (s *Store) reports(ctx context.Context, tok string, items []schemas.Deliver
 		return nil, err
 	}
 	duplicates := len(items) - len(reports) - len(refused)
+	var lost []stored
 	if !whole {
 		// Usage feeds the roll-ups, where nothing collapses: it comes after all else that may refuse a report. Other tables
 		// may hold rows of a report that is not stored in the end; they are the same rows when it is replayed.
@@ -269,8 +271,30 @@ func (s *Store) reports(ctx context.Context, tok string, items []schemas.Deliver
 			}
 			refused = append(refused, bad...)
 		}
+		doubt := !s.certain()
+		if doubt {
+			if lost, err = s.confirm(ctx, tok, reports); err != nil {
+				return nil, err
+			}
+		}
 		if err := insert(ctx, s, reportsTable, tok, reports); err != nil {
 			return nil, err
+		}
+		if doubt { // the same of this table
+			by, err := s.storedBy(ctx, tok, items)
+			if err != nil {
+				return nil, err
+			}
+			left := slices.DeleteFunc(slices.Clone(reports), func(r stored) bool { return by[idOf(r.Value)].batch == tok })
+			if err := insert(ctx, s, reportsTable, tok+"-"+rand.Text(), left); err != nil {
+				return nil, err
+			}
+		}
+	}
+	if len(lost) > 0 { // the roll-ups may have had what the ledger had not
+		from, to := span(lost)
+		if _, err := s.Rebuild(ctx, from, to, nil); err != nil {
+			s.log.Error("the roll-ups may not be equal to the ledger: run weir history rebuild", "from", from, "to", to, "err", err)
 		}
 	}
 	var requests uint64
@@ -279,6 +303,82 @@ func (s *Store) reports(ctx context.Context, tok string, items []schemas.Deliver
 	}
 	s.count(tok, requests, duplicates)
 	return refused, nil
+}
+
+// confirm makes sure that usage has what was put there under tok, and returns what it had not. ClickHouse writes a token down before the
+// part, so that one that is killed in between knows the token of rows that it does not have, and drops them when they come again
+// (TestKilledInMidInsert).
+func (s *Store) confirm(ctx context.Context, tok string, reports []stored) (lost []stored, err error) {
+	for {
+		missing, err := s.missing(ctx, reports)
+		if err != nil {
+			return lost, err
+		}
+		if len(missing) == 0 {
+			return lost, nil
+		}
+		s.log.Error("ClickHouse knows the token of rows that it has not, storing them under another", "token", tok, "reports", len(missing))
+		lost = missing
+		if err := insert(ctx, s, usageTable, tok+"-"+rand.Text(), entries(missing, func(r *schemas.Report) []schemas.Usage { return r.Usage })); err != nil {
+			return lost, err
+		}
+	}
+}
+
+// certain says that no attempt was made before at the batch in hand: not after one that failed, and not after a start.
+func (s *Store) certain() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.sure
+}
+
+// missing returns those of reports of which usage lacks rows.
+func (s *Store) missing(ctx context.Context, reports []stored) (missing []stored, err error) {
+	for part := range slices.Chunk(reports, reportsAtOnce) {
+		from, to := span(part)
+		if from.IsZero() {
+			continue // of buckets only
+		}
+		have := map[reportID]uint64{}
+		rows, err := s.conn.Query(ch.Context(ctx, ch.WithParameters(ch.Parameters{"ids": ids(part, func(r *stored) *schemas.Report { return r.Value }),
+			"from": strconv.FormatInt(from.UnixMilli(), 10), "to": strconv.FormatInt(to.UnixMilli(), 10)})),
+			"SELECT gateway, boot, seq, uniqExact(entry) FROM usage WHERE "+within+" AND (gateway, boot, seq) IN {ids:Array(Tuple(String, String, UInt64))} GROUP BY gateway, boot, seq")
+		if err != nil {
+			return nil, err
+		}
+		for rows.Next() {
+			var id reportID
+			var n uint64
+			if err := rows.Scan(&id.gateway, &id.boot, &id.seq, &n); err != nil {
+				return nil, errors.Join(err, rows.Close())
+			}
+			have[id] = n
+		}
+		if err := errors.Join(rows.Err(), rows.Close()); err != nil {
+			return nil, err
+		}
+		for _, r := range part {
+			if have[idOf(r.Value)] < uint64(len(r.Value.Usage)) {
+				missing = append(missing, r)
+			}
+		}
+	}
+	return missing, nil
+}
+
+// span is from the first request of reports to behind the last, in whole seconds.
+func span(reports []stored) (from, to time.Time) {
+	for i := range reports {
+		for _, u := range reports[i].Value.Usage {
+			if from.IsZero() || u.Time.Before(from) {
+				from = u.Time
+			}
+			if u.Time.After(to) {
+				to = u.Time
+			}
+		}
+	}
+	return from.Truncate(time.Second), to.Truncate(time.Second).Add(time.Second)
 }
 
 type reportID struct {
@@ -335,14 +435,7 @@ func (k known) same(as known) bool {
 func (s *Store) storedBy(ctx context.Context, tok string, items []schemas.Delivered[*schemas.Report]) (map[reportID]known, error) {
 	by := map[reportID]known{}
 	for part := range slices.Chunk(items, reportsAtOnce) {
-		var ids strings.Builder // names are letters, digits, '-' and '_': schemas saw to it
-		for i, it := range part {
-			if i > 0 {
-				ids.WriteByte(',')
-			}
-			fmt.Fprintf(&ids, "('%s','%s',%d)", it.Value.Gateway, it.Value.Boot, it.Value.Seq)
-		}
-		rows, err := s.conn.Query(ch.Context(ctx, ch.WithParameters(ch.Parameters{"ids": "[" + ids.String() + "]"})),
+		rows, err := s.conn.Query(ch.Context(ctx, ch.WithParameters(ch.Parameters{"ids": ids(part, func(it *schemas.Delivered[*schemas.Report]) *schemas.Report { return it.Value })})),
 			"SELECT gateway, boot, seq, batch, requests, content FROM reports WHERE (gateway, boot, seq) IN {ids:Array(Tuple(String, String, UInt64))}")
 		if err != nil {
 			return nil, err
@@ -362,6 +455,16 @@ func (s *Store) storedBy(ctx context.Context, tok string, items []schemas.Delive
 		}
 	}
 	return by, nil
+}
+
+// ids is the names of reports as an array of ClickHouse. They are letters, digits, '-' and '_': schemas saw to it.
+func ids[R any](all []R, report func(*R) *schemas.Report) string {
+	var b strings.Builder
+	for i := range all {
+		r := report(&all[i])
+		fmt.Fprintf(&b, ",('%s','%s',%d)", r.Gateway, r.Boot, r.Seq)
+	}
+	return "[" + strings.TrimPrefix(b.String(), ",") + "]"
 }
 
 // putEntries is how the entries of reports become rows of t: in inserts of at most maxRows, cut between reports, so that

@@ -37,6 +37,7 @@ type Store struct {
 	known    map[string]bool // settings that the server knows; nil until asked and after a failure
 	counted  string          // token of the last batch counted as stored
 	degraded bool            // the last batch was not stored
+	sure     bool            // it was: no attempt at the next one was made before
 }
 
 // Metrics are what a Store counts. A nil field counts nothing.
@@ -337,7 +338,7 @@ func (s *Store) forget() {
 func (s *Store) settled(err error) {
 	s.mu.Lock()
 	was := s.degraded
-	s.degraded = err != nil
+	s.degraded, s.sure = err != nil, err == nil
 	s.mu.Unlock()
 	if was == (err != nil) {
 		return

@@ -146,7 +146,7 @@ func (l *Ledger[T]) Consume(ctx context.Context, handle func(context.Context, sc
 	defer func() { l.t.stopped(err) }()
 	ctx, cancel := context.WithCancel(ctx)
 	var next ahead[T]
-	defer next.wait()
+	defer next.drop()
 	defer cancel()
 	for {
 		in, ok := next.take()
@@ -252,7 +252,11 @@ func (a *ahead[T]) take() (taken[T], bool) {
 	return in, true
 }
 
-func (a *ahead[T]) wait() { a.take() }
+// drop waits for the range, and lets another reader have it.
+func (a *ahead[T]) drop() {
+	in, _ := a.take()
+	giveBack(in.all)
+}
 
 // fenced is until, ended by ErrFenced as well.
 func (l *Ledger[T]) fenced(ctx context.Context, reason string, f func() error) (ok bool, err error) {

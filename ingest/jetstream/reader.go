@@ -207,30 +207,39 @@ func (r *reader[T]) gather(ctx context.Context) ([]message, error) {
 }
 
 func (r *reader[T]) fetch(ctx context.Context, all []message, n int, wait time.Duration, opts ...jetstream.FetchOpt) ([]message, error) {
-	batch, err := r.consumer.Fetch(n, append(opts, jetstream.FetchMaxWait(wait))...)
+	// The server gives up the request after nine tenths of the time left, a second before the end at most. It is withdrawn when ctx ends:
+	// what came for it later would wait for AckWait.
+	attempt, cancel := context.WithTimeout(ctx, wait+min(wait/9, time.Second))
+	defer cancel()
+	batch, err := r.consumer.Fetch(n, append(opts, jetstream.FetchContext(attempt))...)
 	if err != nil {
 		return all, fmt.Errorf("fetch: %w", err)
 	}
-	in := batch.Messages()
-	for {
-		select {
-		case msg, ok := <-in:
-			if !ok {
-				if err := batch.Error(); err != nil {
-					return all, fmt.Errorf("fetch: %w", err)
-				}
-				return all, nil
-			}
-			meta, err := msg.Metadata()
-			if err != nil {
-				return all, fmt.Errorf("fetch: %w", err)
-			}
-			m := message{subject: msg.Subject(), contentType: msg.Headers().Get(headerContentType),
-				seq: meta.Sequence.Stream, arrived: meta.Timestamp, body: msg.Data(), ack: msg}
-			m.boot, m.report = reportIn(msg.Headers())
-			all = append(all, m)
-		case <-ctx.Done():
-			return nil, ctx.Err()
+	for msg := range batch.Messages() {
+		meta, err := msg.Metadata()
+		if err != nil {
+			return all, fmt.Errorf("fetch: %w", err)
+		}
+		m := message{subject: msg.Subject(), contentType: msg.Headers().Get(headerContentType),
+			seq: meta.Sequence.Stream, arrived: meta.Timestamp, body: msg.Data(), ack: msg}
+		m.boot, m.report = reportIn(msg.Headers())
+		all = append(all, m)
+	}
+	if ctx.Err() != nil {
+		giveBack(all)
+		return nil, ctx.Err()
+	}
+	if err := batch.Error(); err != nil && !errors.Is(err, context.DeadlineExceeded) {
+		return all, fmt.Errorf("fetch: %w", err)
+	}
+	return all, nil
+}
+
+// giveBack lets another reader have messages at once that this one will not handle.
+func giveBack(all []message) {
+	for i := range all {
+		if all[i].ack != nil {
+			_ = all[i].ack.Nak() // else after AckWait
 		}
 	}
 }

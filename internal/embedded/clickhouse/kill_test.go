@@ -10,7 +10,9 @@ import (
 	"time"
 )
 
-// A writer that retries with the same token and rows until it is told yes stores each batch once, whenever the server is killed.
+// A writer that retries with the same token and rows until it is told yes stores no batch twice, and none in part, whenever the server is
+// killed. But one may be missing: the server writes the token down before the part is there, and drops the rows that come again when it is
+// killed in between. That is some milliseconds of each insert, and why aggregator/clickhouse looks whether the rows are there.
 func TestKilledInMidInsert(t *testing.T) {
 	const batches, size, kills = 200, 200, 10
 	s := start(t, Config{Database: "weir"})
@@ -48,8 +50,10 @@ func TestKilledInMidInsert(t *testing.T) {
 	}
 	wg.Wait()
 	t.Logf("%d kills", n)
-	if got := number(t, conn, "SELECT count() FROM usage"); got != batches*size {
-		t.Fatalf("rows = %d after %d kills, want %d", got, n, batches*size)
+	got := number(t, conn, "SELECT count() FROM usage")
+	t.Logf("%d batches are missing", batches-got/size)
+	if got > batches*size || got%size != 0 || got < (batches-kills)*size {
+		t.Fatalf("rows = %d after %d kills, want %d, or %d less for each kill", got, n, batches*size, size)
 	}
 }
 
