@@ -273,20 +273,15 @@ func (s *Store) reports(ctx context.Context, tok string, items []schemas.Deliver
 		}
 		doubt := !s.certain()
 		if doubt {
-			if lost, err = s.confirm(ctx, tok, reports); err != nil {
+			if lost, err = s.putMissingUsage(ctx, tok, reports); err != nil {
 				return nil, err
 			}
 		}
 		if err := insert(ctx, s, reportsTable, tok, reports); err != nil {
 			return nil, err
 		}
-		if doubt { // the same of this table
-			by, err := s.storedBy(ctx, tok, items)
-			if err != nil {
-				return nil, err
-			}
-			left := slices.DeleteFunc(slices.Clone(reports), func(r stored) bool { return by[idOf(r.Value)].batch == tok })
-			if err := insert(ctx, s, reportsTable, tok+"-"+rand.Text(), left); err != nil {
+		if doubt {
+			if err := s.putMissingReports(ctx, tok, items, reports); err != nil {
 				return nil, err
 			}
 		}
@@ -305,24 +300,26 @@ func (s *Store) reports(ctx context.Context, tok string, items []schemas.Deliver
 	return refused, nil
 }
 
-// confirm makes sure that usage has what was put there under tok, and returns what it had not. ClickHouse writes a token down before the
-// part, so that one that is killed in between knows the token of rows that it does not have, and drops them when they come again
-// (TestKilledInMidInsert).
-func (s *Store) confirm(ctx context.Context, tok string, reports []stored) (lost []stored, err error) {
-	for {
-		missing, err := s.missing(ctx, reports)
-		if err != nil {
-			return lost, err
-		}
-		if len(missing) == 0 {
-			return lost, nil
-		}
-		s.log.Error("ClickHouse knows the token of rows that it has not, storing them under another", "token", tok, "reports", len(missing))
-		lost = missing
-		if err := insert(ctx, s, usageTable, tok+"-"+rand.Text(), entries(missing, func(r *schemas.Report) []schemas.Usage { return r.Usage })); err != nil {
-			return lost, err
-		}
+// putMissingUsage stores, under another token, the usage of those of reports that is not there though it was put under tok, and returns
+// them. ClickHouse writes a token down before the part, so that one that is killed in between knows the token of rows that it does
+// not have, and drops them when they come again (TestKilledInMidInsert).
+func (s *Store) putMissingUsage(ctx context.Context, tok string, reports []stored) (lost []stored, err error) {
+	lost, err = s.missing(ctx, reports)
+	if err != nil || len(lost) == 0 {
+		return nil, err
 	}
+	s.log.Error("ClickHouse knows the token of rows that it has not, storing them under another", "token", tok, "reports", len(lost))
+	return lost, insert(ctx, s, usageTable, tok+"-"+rand.Text(), entries(lost, func(r *schemas.Report) []schemas.Usage { return r.Usage }))
+}
+
+// putMissingReports does the same for the rows of the reports themselves.
+func (s *Store) putMissingReports(ctx context.Context, tok string, items []schemas.Delivered[*schemas.Report], reports []stored) error {
+	by, err := s.storedBy(ctx, tok, items)
+	if err != nil {
+		return err
+	}
+	left := slices.DeleteFunc(slices.Clone(reports), func(r stored) bool { return by[idOf(r.Value)].batch == tok })
+	return insert(ctx, s, reportsTable, tok+"-"+rand.Text(), left)
 }
 
 // certain says that no attempt was made before at the batch in hand: not after one that failed, and not after a start.
