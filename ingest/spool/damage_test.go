@@ -38,6 +38,19 @@ func leave(t *testing.T) (dir, segment string) {
 	return dir, segment
 }
 
+// openNext opens the spool in dir for the next life of the gateway.
+func openNext(t *testing.T, dir string) (*Spool, *Metrics, *bytes.Buffer) {
+	t.Helper()
+	var out bytes.Buffer
+	m := NewMetrics(prometheus.NewRegistry())
+	s, err := Open(Config{}, dir, "gw", "two", slog.New(slog.NewTextHandler(&out, nil)), m)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = s.Close() })
+	return s, m, &out
+}
+
 // What cannot be read is told, with its place, counted, and kept aside; what can be is delivered. What a kill leaves behind
 // the last commit is none of that.
 func TestDamagedSegmentIsKept(t *testing.T) {
@@ -90,13 +103,7 @@ func TestDamagedSegmentIsKept(t *testing.T) {
 			if c.name == "other seed" {
 				name = filepath.Join(dir, "0000000000000000-00000001.seg")
 			}
-			var out bytes.Buffer
-			m := NewMetrics(prometheus.NewRegistry())
-			s, err := Open(Config{}, dir, "gw", "two", slog.New(slog.NewTextHandler(&out, nil)), m)
-			if err != nil {
-				t.Fatal(err)
-			}
-			t.Cleanup(func() { _ = s.Close() })
+			s, m, out := openNext(t, dir)
 			if _, n := s.Len(); n != c.requests {
 				t.Errorf("%d requests are there to send, want %d", n, c.requests)
 			}
@@ -105,7 +112,7 @@ func TestDamagedSegmentIsKept(t *testing.T) {
 				t.Errorf("damaged: %t, told: %t, want both %t:\n%s", damaged, told, !c.ordinary, out.String())
 			}
 			s.Stored(schemas.Floor{Stream: "s"}, &schemas.Stored{Boots: map[string]schemas.Ranges{"one": {{1, 100}}}})
-			_, err = os.Stat(filepath.Join(dir, aside+filepath.Base(name)))
+			_, err := os.Stat(filepath.Join(dir, aside+filepath.Base(name)))
 			if kept := err == nil; kept == c.ordinary {
 				t.Errorf("kept aside when all is delivered: %t, want %t", kept, !c.ordinary)
 			}
@@ -218,13 +225,7 @@ func TestOtherVersions(t *testing.T) {
 	if err := errors.Join(os.WriteFile(name, whole, 0o600), os.WriteFile(live, counts, 0o600)); err != nil {
 		t.Fatal(err)
 	}
-	var out bytes.Buffer
-	m := NewMetrics(prometheus.NewRegistry())
-	s, err := Open(Config{}, dir, "gw", "two", slog.New(slog.NewTextHandler(&out, nil)), m)
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { _ = s.Close() })
+	s, m, out := openNext(t, dir)
 	if n, _ := s.Len(); n != 0 || strings.Count(out.String(), "level=ERROR") != 1 || !strings.Contains(out.String(), filepath.Base(name)) || !strings.Contains(out.String(), "newer weir") {
 		t.Errorf("%d reports, want none and one line about it:\n%s", n, out.String())
 	}

@@ -61,6 +61,17 @@ func start(t *testing.T, s *Spool, boot string, far ingest.Publisher) (*ingest.R
 	return r, func() error { cancel(); return <-done }
 }
 
+// hanging is a spool, the folder that it is in, and a far side that hangs.
+func hanging(t *testing.T) (dir string, far *switched, s *Spool) {
+	dir, far = t.TempDir(), &switched{sent: map[string]bool{}}
+	far.hang.Store(true)
+	s, err := Open(Config{}, dir, "gw", "one", quiet, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return dir, far, s
+}
+
 // Two minutes without NATS at 5,000 requests per second over 10,000 tenants: memory stays where it is, and the disk takes
 // less than 100 bytes for each tenant and second in which it was busy. Then everything goes out.
 func TestOutageIsOnDisk(t *testing.T) {
@@ -124,13 +135,7 @@ func TestOutageIsOnDisk(t *testing.T) {
 // the dead one's name.
 func TestStopBeforeAHangingServer(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		dir := t.TempDir()
-		far := &switched{sent: map[string]bool{}}
-		far.hang.Store(true)
-		s, err := Open(Config{}, dir, "gw", "one", quiet, nil)
-		if err != nil {
-			t.Fatal(err)
-		}
+		dir, far, s := hanging(t)
 		r, stop := start(t, s, "one", far)
 		for i := range 1000 {
 			r.Count(time.Now(), fmt.Sprint(i%10), "route", "", "", 1)
@@ -144,7 +149,8 @@ func TestStopBeforeAHangingServer(t *testing.T) {
 			t.Fatal(err)
 		}
 		far.hang.Store(false)
-		if s, err = Open(Config{}, dir, "gw", "two", quiet, nil); err != nil {
+		s, err := Open(Config{}, dir, "gw", "two", quiet, nil)
+		if err != nil {
 			t.Fatal(err)
 		}
 		r, stop = start(t, s, "two", far)
@@ -217,16 +223,10 @@ func (b *busy) Collect(_ int64, all bool, emit func(schemas.Tokens)) {
 }
 
 // The buckets of a report have given at least what it and all before it have counted, so that a kill leaves no more untold than was
-// counted later. While reports wait, buckets merge in memory; what they have to say at the end is sealed all the same.
+// counted later. While reports wait, buckets keep what they have to say; at the end it is sealed all the same.
 func TestBucketsAreNotBehindRequests(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		dir := t.TempDir()
-		far := &switched{sent: map[string]bool{}}
-		far.hang.Store(true)
-		s, err := Open(Config{}, dir, "gw", "one", quiet, nil)
-		if err != nil {
-			t.Fatal(err)
-		}
+		dir, far, s := hanging(t)
 		b := &busy{}
 		r := ingest.New(ingest.Config{Spool: s, MaxReports: 2, DrainTimeout: time.Second, PolicyVersion: func() uint64 { return 1 }}, "gw", "one", b, far, quiet, nil)
 		b.during = func() {

@@ -110,15 +110,8 @@ func readSegment(name string, known map[string]bootKnown, note func(*schemas.Rep
 	if err != nil {
 		return err
 	}
-	for _, r := range c.commits {
-		k := known[r.boot]
-		k.sealed = max(k.sealed, r.generation)
-		known[r.boot] = k
-	}
+	learn(known, c)
 	for _, rec := range c.reports {
-		k := known[rec.boot]
-		k.seq = max(k.seq, rec.seq)
-		known[rec.boot] = k
 		whole, ok, err := parse(b[rec.at:], seed)
 		if err != nil || !ok {
 			continue // damaged: the gateway tells of it

@@ -234,6 +234,20 @@ type bootKnown struct {
 	seq    uint64
 }
 
+// learn adds what a file of reports tells of the boots in it.
+func learn(known map[string]bootKnown, c contents) {
+	for _, r := range c.commits {
+		k := known[r.boot]
+		k.sealed = max(k.sealed, r.generation)
+		known[r.boot] = k
+	}
+	for _, r := range c.reports {
+		k := known[r.boot]
+		k.seq = max(k.seq, r.seq)
+		known[r.boot] = k
+	}
+}
+
 // life is the file of counts of a process that has ended.
 type life struct {
 	name  string
@@ -332,15 +346,8 @@ func (s *Spool) readSegments() (map[string]bootKnown, error) {
 		}
 		s.bytes += seg.size
 		s.m.Bytes.Add(float64(seg.size))
-		for _, r := range c.commits {
-			k := known[r.boot]
-			k.sealed = max(k.sealed, r.generation)
-			known[r.boot] = k
-		}
+		learn(known, c)
 		for _, r := range c.reports {
-			k := known[r.boot]
-			k.seq = max(k.seq, r.seq)
-			known[r.boot] = k
 			e := &entry{seg: seg, at: r.at, size: r.size, boot: r.boot, seq: r.seq, requests: r.requests}
 			if old := have[id{e.boot, e.seq}]; old != nil { // its group was given up, and sealed again
 				old.seg.left--
