@@ -77,25 +77,7 @@ func TestOvershootIsTold(t *testing.T) {
 	}
 	told := func(n uint64, text string) *schemas.Alert {
 		t.Helper()
-		s, err := js.Stream(t.Context(), schemas.AlertsStream)
-		if err != nil {
-			t.Fatal(err)
-		}
-		if got := s.CachedInfo().State.Msgs; got != n {
-			t.Fatalf("%s: %d alerts, want %d", text, got, n)
-		}
-		if n == 0 {
-			return nil
-		}
-		msg, err := s.GetMsg(t.Context(), n)
-		if err != nil {
-			t.Fatal(err)
-		}
-		a, err := schemas.DecodeAlert(msg.Data)
-		if err != nil {
-			t.Fatal(err)
-		}
-		return a
+		return alertNumber(t, js, n, text)
 	}
 
 	took("kept", 0, 180, 10)

@@ -85,7 +85,7 @@ func NewGateway(cfg GatewayConfig, policy *Policy, nc *nats.Conn, m *Metrics, st
 	counting := ingest.Config{PolicyVersion: policy.Version, Clock: cfg.Clock, MaxPayload: nc.MaxPayload,
 		PublishTimeout: publishTimeout}
 	if cfg.Data != "" {
-		kept, err := spool.Open(spool.Config{MaxBytes: cfg.SpoolMax}, filepath.Join(cfg.Data, "gateways", cfg.Name, "spool"), cfg.Name, g.Boot, log, m.spool)
+		kept, err := spool.Open(spool.Config{MaxBytes: cfg.SpoolMax}, spoolDir(cfg.Data, cfg.Name), cfg.Name, g.Boot, log, m.spool)
 		switch {
 		case err == nil:
 			counting.Spool, counting.DrainTimeout = kept, drainTimeout
@@ -143,13 +143,18 @@ func NewGateway(cfg GatewayConfig, policy *Policy, nc *nats.Conn, m *Metrics, st
 	return g, nil
 }
 
+// gatewayDir is where a gateway keeps what is its own under data, and spoolDir its spool there.
+func gatewayDir(data, name string) string { return filepath.Join(data, "gateways", name) }
+
+func spoolDir(data, name string) string { return filepath.Join(gatewayDir(data, name), "spool") }
+
 // besideAfter is how long other gateways of the same folder may take to start until their spools count as left alone.
 const besideAfter = 5 * time.Second
 
 // warnAbandoned tells of requests in the spools of other gateways under data that no process has: only a gateway of that name delivers
 // them, and where the name is a host's, none may ever come.
 func warnAbandoned(data, name string, log *slog.Logger) {
-	dirs, err := filepath.Glob(filepath.Join(data, "gateways", "*", "spool"))
+	dirs, err := filepath.Glob(spoolDir(data, "*"))
 	if err != nil {
 		log.Error("spools of other gateways are not looked for", "data", data, "err", err)
 	}
@@ -174,7 +179,7 @@ func lastFleet(cfg GatewayConfig, log *slog.Logger) (file string, fleet natsfeed
 	if cfg.Data == "" {
 		return "", fleet, nil
 	}
-	dir := filepath.Join(cfg.Data, "gateways", cfg.Name)
+	dir := gatewayDir(cfg.Data, cfg.Name)
 	if err := os.MkdirAll(dir, 0o755); err != nil {
 		return "", fleet, fmt.Errorf("make the folder of gateway %s: %w", cfg.Name, err)
 	}

@@ -73,7 +73,7 @@ type Journal func(context.Context) ([]*schemas.Report, error)
 
 // Journals are those of the gateways whose state is under data, a gateway's --data folder.
 func Journals(data string) ([]Journal, error) {
-	dirs, err := filepath.Glob(filepath.Join(data, "gateways", "*", "spool"))
+	dirs, err := filepath.Glob(spoolDir(data, "*"))
 	if err != nil {
 		return nil, fmt.Errorf("look for journals: %w", err)
 	}
@@ -245,12 +245,7 @@ func (b Books) usage(ctx context.Context, r *Reconciliation, known map[clickhous
 		return err
 	}
 	for _, o := range orphans {
-		cause := CauseHalf
-		for id, k := range known {
-			if id.Gateway == o.Gateway && id.Boot == o.Boot {
-				cause = k.cause
-			}
-		}
+		cause := causeOf(known, o.Gateway, o.Boot, CauseHalf)
 		if time.Since(o.Last) < settling { // its report may be on its way
 			cause = CauseInFlight
 		}
@@ -260,6 +255,17 @@ func (b Books) usage(ctx context.Context, r *Reconciliation, known map[clickhous
 	return nil
 }
 
+// causeOf is why reports of a boot are not stored, as far as one of them is known to be on its way; else what it is otherwise.
+func causeOf(known map[clickhouse.ReportID]unstored, gateway, boot, otherwise string) string {
+	cause := otherwise
+	for id, k := range known {
+		if id.Gateway == gateway && id.Boot == boot {
+			cause = k.cause
+		}
+	}
+	return cause
+}
+
 // tokens compares what was taken with the growth of cumulative counts.
 func (b Books) tokens(ctx context.Context, r *Reconciliation, known map[clickhouse.ReportID]unstored) error {
 	uneven, err := b.Store.UnevenTokens(ctx, r.From, r.To)
@@ -267,13 +273,7 @@ func (b Books) tokens(ctx context.Context, r *Reconciliation, known map[clickhou
 		return err
 	}
 	for _, u := range uneven {
-		cause := CauseLost
-		for id, k := range known {
-			if id.Gateway == u.Gateway && id.Boot == u.Boot {
-				cause = k.cause
-			}
-		}
-		r.uneven("tokens", u, cause)
+		r.uneven("tokens", u, causeOf(known, u.Gateway, u.Boot, CauseLost))
 	}
 	return nil
 }

@@ -341,25 +341,7 @@ func TestAuditorTellsOnce(t *testing.T) {
 	one, two := newAuditor(js, log, reconcile), newAuditor(js, log, reconcile)
 	want := func(n uint64, text string) *schemas.Alert {
 		t.Helper()
-		s, err := js.Stream(t.Context(), schemas.AlertsStream)
-		if err != nil {
-			t.Fatal(err)
-		}
-		if got := s.CachedInfo().State.Msgs; got != n {
-			t.Fatalf("%s: %d alerts, want %d", text, got, n)
-		}
-		if n == 0 {
-			return nil
-		}
-		msg, err := s.GetMsg(t.Context(), n)
-		if err != nil {
-			t.Fatal(err)
-		}
-		a, err := schemas.DecodeAlert(msg.Data)
-		if err != nil {
-			t.Fatal(err)
-		}
-		return a
+		return alertNumber(t, js, n, text)
 	}
 	audit := func(a *auditor, at time.Time) {
 		t.Helper()
@@ -408,4 +390,28 @@ func TestAwaitGoesOnWithANewerSchema(t *testing.T) {
 	if err := await(t.Context(), "ClickHouse", slog.New(slog.DiscardHandler), NewMetrics().store.Degraded, func(context.Context) error { return clickhouse.ErrSchema }, clickhouse.ErrUnreachable); !errors.Is(err, clickhouse.ErrSchema) {
 		t.Errorf("await of an older schema = %v, want its error", err)
 	}
+}
+
+// alertNumber is the last one in the stream of alerts, which has n of them; nil for none.
+func alertNumber(t *testing.T, js natsjs.JetStream, n uint64, text string) *schemas.Alert {
+	t.Helper()
+	s, err := js.Stream(t.Context(), schemas.AlertsStream)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got := s.CachedInfo().State.Msgs; got != n {
+		t.Fatalf("%s: %d alerts, want %d", text, got, n)
+	}
+	if n == 0 {
+		return nil
+	}
+	msg, err := s.GetMsg(t.Context(), n)
+	if err != nil {
+		t.Fatal(err)
+	}
+	a, err := schemas.DecodeAlert(msg.Data)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return a
 }
