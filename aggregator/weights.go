@@ -8,12 +8,9 @@ import (
 	"github.com/weirhq/weir/schemas"
 )
 
-// Whole is the sum of a fleet's weights.
-const Whole = 1_000_000
-
-// Weigh returns the weight of each gateway in a fleet that took these tokens, in millionths of each limit: what it keeps to when it
+// Weigh returns the weight of each gateway in a fleet that took these tokens, in parts of schemas.WholeWeight: what it keeps to when it
 // hears the centre no longer. Weights go by what was taken, but nobody has less than a quarter of the even part, for load moves
-// while the centre is away, too. They add up to Whole or a little less.
+// while the centre is away, too. They add up to the whole or a little less.
 func Weigh(taken []float64) []int {
 	weights, order := make([]int, len(taken)), make([]int, len(taken))
 	sum := 0.0
@@ -22,7 +19,7 @@ func Weigh(taken []float64) []int {
 		sum += t
 	}
 	slices.SortFunc(order, func(a, b int) int { return cmp.Compare(taken[a], taken[b]) })
-	rest, floor := Whole, Whole/(4*max(len(taken), 1))
+	rest, floor := schemas.WholeWeight, schemas.WholeWeight/(4*max(len(taken), 1))
 	for n, i := range order { // those below the floor come first, and what they get the others do not
 		if left := len(order) - n; sum <= 0 {
 			weights[i] = rest / left
@@ -104,7 +101,7 @@ func (w *weights) step(fleet []string, now time.Time) {
 			told[g] = min(was, weight)
 			moved = moved || abs(int64(w.next[g]-weight)) > int64(w.next[g]/weighSlack)
 		case w.told == nil && slices.Contains(before, g):
-			told[g], moved = min(weight, max(Whole/(4*len(fleet)), 1)), true
+			told[g], moved = min(weight, max(schemas.WholeWeight/(4*len(fleet)), 1)), true
 		default:
 			told[g], moved = 1, true
 		}

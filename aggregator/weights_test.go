@@ -68,7 +68,7 @@ func TestWeightsNeverAddUpToMoreThanTheLimit(t *testing.T) {
 			even := len(w.told) == 0 && len(fleet) != size
 			sum, most := 0, 0
 			for _, g := range fleet {
-				if len(w.told) > 0 && w.told[g] < Whole/(4*len(fleet))-1 && w.lag == 0 {
+				if len(w.told) > 0 && w.told[g] < schemas.WholeWeight/(4*len(fleet))-1 && w.lag == 0 {
 					t.Fatalf("%s has %d of a fleet of %d, want at least a quarter of the even part", g, w.told[g], len(fleet))
 				}
 				was := heard[g]
@@ -78,14 +78,14 @@ func TestWeightsNeverAddUpToMoreThanTheLimit(t *testing.T) {
 				case len(w.told) > 0:
 					heard[g] = w.told[g]
 				case even || was == 0:
-					heard[g] = Whole / len(fleet)
+					heard[g] = schemas.WholeWeight / len(fleet)
 				}
 				sum, most = sum+heard[g], most+max(was, heard[g])
 			}
 			if !even && step > 0 {
 				sum = most
 			}
-			if sum > Whole+len(fleet) { // a newcomer's first millionth
+			if sum > schemas.WholeWeight+len(fleet) { // a newcomer's first millionth
 				t.Fatalf("weights %v add up to %d", heard, sum)
 			}
 		}

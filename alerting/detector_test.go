@@ -431,7 +431,7 @@ func TestGatewayLife(t *testing.T) {
 		w := newWorld(t, Config{}, "g1", "g2")
 		g := w.gateways[0]
 		w.want(w.run(20*time.Second, w.level(2, g)), "+low-tokens")
-		g.mode = modeStopped
+		g.mode = schemas.ModeStopped
 		w.run(time.Second, nil)
 		g.down = true
 		w.level(1, g)() // its last words come late

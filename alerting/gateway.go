@@ -6,11 +6,8 @@ import (
 	"github.com/weirhq/weir/schemas"
 )
 
-// Modes of a gateway that mean something here.
-const (
-	modeSynced  = "synced"
-	modeStopped = "stopped"
-)
+// modeSynced is the mode of a gateway that hears the centre.
+const modeSynced = "synced"
 
 const (
 	// stuckAfter is how long reports may be under way before what a gateway last said is taken for old news.
@@ -102,7 +99,7 @@ func (g *gateway) left(r *schemas.Report, cfg *Config) bool {
 
 func (g *gateway) heartbeat(h *schemas.Heartbeat, cfg *Config) {
 	g.beats, g.mode, g.pending = true, h.Mode, h.PendingReports
-	g.gone = g.gone || h.Mode == modeStopped
+	g.gone = g.gone || h.Mode == schemas.ModeStopped
 	g.clockKnown, g.offset, g.offsetError = h.ClockKnown, h.ClockOffset, h.ClockError
 	if !h.ClockKnown {
 		return

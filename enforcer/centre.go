@@ -61,18 +61,15 @@ func (e *Enforcer) descend(now int64) {
 	e.change(e.view.Load().policy, now)
 }
 
-// millionth is what weights are counted in.
-const millionth = 1_000_000
-
 // part is the part of a limit that a key without a share has here, on a rung: an even part of the fleet while the centre is there,
 // which reckons with it; the weight without it; on the floor the less of the two, so that the parts of a fleet add up to no more
 // than the limit on whichever rung each gateway is.
 func (e *Enforcer) part(rung string) (num, den uint64) {
 	fleet, weight := uint64(e.fleet), uint64(e.weight)
-	if rung == Synced || weight == 0 || rung == Floor && millionth < weight*fleet {
+	if rung == Synced || weight == 0 || rung == Floor && schemas.WholeWeight < weight*fleet {
 		return 1, fleet
 	}
-	return weight, millionth
+	return weight, schemas.WholeWeight
 }
 
 // Apply takes a throttle update. Any update, even an empty one, makes the shares hold for its time to live, and its count of

@@ -157,7 +157,7 @@ func New(cfg Config) *Enforcer {
 	}
 	e := &Enforcer{
 		cfg: cfg, seed: rand.Uint64(), seed2: rand.Uint64(), hot: make(chan struct{}, 1),
-		began: cfg.Clock(), fleet: cfg.Fleet, weight: min(max(cfg.Weight, 0), millionth), ids: map[string]int{}, pools: map[int]*pool{},
+		began: cfg.Clock(), fleet: cfg.Fleet, weight: min(max(cfg.Weight, 0), schemas.WholeWeight), ids: map[string]int{}, pools: map[int]*pool{},
 	}
 	e.freshUntil.Store(math.MinInt64)
 	e.grantsUntil.Store(math.MinInt64)

@@ -260,7 +260,7 @@ func DecodeThrottleUpdate(b []byte) (*ThrottleUpdate, error) {
 	if p.TtlMs <= 0 || p.Gateways == 0 {
 		return nil, fmt.Errorf("decode throttle update: ttl %d ms and %d gateways, want both above 0", p.TtlMs, p.Gateways)
 	}
-	if p.WeightPpm > 1e6 {
+	if p.WeightPpm > WholeWeight {
 		return nil, fmt.Errorf("decode throttle update: a weight of %d millionths, want at most all of them", p.WeightPpm)
 	}
 	u := &ThrottleUpdate{Gateways: int(p.Gateways), TTL: time.Duration(p.TtlMs) * time.Millisecond, Snapshot: p.Snapshot, Epoch: p.Epoch, Frozen: p.Frozen, Weight: int(p.WeightPpm), Shares: make([]Share, len(p.Shares))}

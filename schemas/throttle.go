@@ -14,6 +14,9 @@ type ThrottleUpdate struct {
 	Shares   []Share
 }
 
+// WholeWeight is the sum of a fleet's weights: all of each limit.
+const WholeWeight = 1_000_000
+
 // Share is a gateway's part of one key's limit. Versions of a key only grow, also over a restart of the centre:
 // an older or equal version is ignored, so that late, repeated and reordered updates are harmless.
 type Share struct {

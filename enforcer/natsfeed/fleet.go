@@ -31,13 +31,10 @@ func fleetOf(u *schemas.ThrottleUpdate, before Fleet) Fleet {
 	case f.Gateways == before.Gateways && before.Weight > 0:
 		f.Weight = before.Weight
 	default:
-		f.Weight = max(whole/f.Gateways, 1)
+		f.Weight = max(schemas.WholeWeight/f.Gateways, 1)
 	}
 	return f
 }
-
-// whole is the sum of a fleet's weights.
-const whole = 1_000_000
 
 // ReadFleet is what a feed kept in file, nothing when it never heard of a fleet. A gateway that starts while the centre is away
 // keeps to it, so that a fleet that restarts does not admit each limit many times over.
@@ -55,9 +52,9 @@ func ReadFleet(file string) (Fleet, error) {
 	if weighted && err == nil {
 		f.Weight, err = strconv.Atoi(weight)
 	} else if n > 0 {
-		f.Weight = max(whole/n, 1)
+		f.Weight = max(schemas.WholeWeight/n, 1)
 	}
-	if err != nil || n < 1 || n > maxFleet || f.Weight < 1 || f.Weight > whole {
+	if err != nil || n < 1 || n > maxFleet || f.Weight < 1 || f.Weight > schemas.WholeWeight {
 		return Fleet{}, fmt.Errorf("read the last known fleet: %s holds %.40q, want a number of gateways and the millionths of this one", file, b)
 	}
 	return f, nil
