@@ -168,28 +168,31 @@ func Simulate(ctx context.Context, cfg Config, progress func(done, total int)) (
 }
 
 // choose picks scenarios and modes by name.
-func choose(cfg Config) ([]scenario, []mode, error) {
-	all, chosen := scenarios(), modes
-	if len(cfg.Scenarios) > 0 {
-		if err := known("scenario", cfg.Scenarios, names(all, func(sc scenario) string { return sc.name })); err != nil {
-			return nil, nil, err
-		}
-		all = slices.DeleteFunc(all, func(sc scenario) bool { return !slices.Contains(cfg.Scenarios, sc.name) })
+func choose(cfg Config) (chosen []scenario, in []mode, err error) {
+	if chosen, err = pick("scenario", scenarios(), cfg.Scenarios, func(sc scenario) string { return sc.name }); err == nil {
+		in, err = pick("mode", modes, cfg.Modes, func(m mode) string { return m.name })
 	}
-	if len(cfg.Modes) > 0 {
-		if err := known("mode", cfg.Modes, names(modes, func(m mode) string { return m.name })); err != nil {
-			return nil, nil, err
-		}
-		chosen = slices.DeleteFunc(slices.Clone(modes), func(m mode) bool { return !slices.Contains(cfg.Modes, m.name) })
-	}
-	return all, chosen, nil
+	return chosen, in, err
 }
 
-func names[T any](all []T, name func(T) string) (names []string) {
+// pick returns those of all that are asked for by name, in their order, and all when none are.
+func pick[T any](kind string, all []T, asked []string, name func(T) string) (picked []T, err error) {
+	if len(asked) == 0 {
+		return all, nil
+	}
+	var names []string
 	for _, x := range all {
 		names = append(names, name(x))
+		if slices.Contains(asked, name(x)) {
+			picked = append(picked, x)
+		}
 	}
-	return names
+	for _, a := range asked {
+		if !slices.Contains(names, a) {
+			return nil, &UnknownError{kind, a, names}
+		}
+	}
+	return picked, nil
 }
 
 // UnknownError is a scenario or mode that does not exist.
@@ -200,15 +203,6 @@ type UnknownError struct {
 
 func (e *UnknownError) Error() string {
 	return fmt.Sprintf("no %s %q: there are %s", e.Kind, e.Name, strings.Join(e.Names, ", "))
-}
-
-func known(kind string, asked, names []string) error {
-	for _, name := range asked {
-		if !slices.Contains(names, name) {
-			return &UnknownError{kind, name, names}
-		}
-	}
-	return nil
 }
 
 // prepare makes the arrivals, once.

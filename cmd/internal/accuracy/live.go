@@ -107,22 +107,12 @@ func Live(ctx context.Context, cfg LiveConfig, log *slog.Logger, progress func(d
 }
 
 // chooseLive picks scenarios and modes by name.
-func chooseLive(cfg LiveConfig) ([]scenario, []liveMode, error) {
+func chooseLive(cfg LiveConfig) (chosen []scenario, in []liveMode, err error) {
 	all := slices.DeleteFunc(scenarios(), func(sc scenario) bool { return liveFor[sc.name] == 0 })
-	chosen := liveModes(cfg.Rivals != "")
-	if len(cfg.Scenarios) > 0 {
-		if err := known("live scenario", cfg.Scenarios, names(all, func(sc scenario) string { return sc.name })); err != nil {
-			return nil, nil, err
-		}
-		all = slices.DeleteFunc(all, func(sc scenario) bool { return !slices.Contains(cfg.Scenarios, sc.name) })
+	if chosen, err = pick("live scenario", all, cfg.Scenarios, func(sc scenario) string { return sc.name }); err == nil {
+		in, err = pick("live mode", liveModes(cfg.Rivals != ""), cfg.Modes, func(m liveMode) string { return m.name })
 	}
-	if len(cfg.Modes) > 0 {
-		if err := known("live mode", cfg.Modes, names(chosen, func(m liveMode) string { return m.name })); err != nil {
-			return nil, nil, err
-		}
-		chosen = slices.DeleteFunc(chosen, func(m liveMode) bool { return !slices.Contains(cfg.Modes, m.name) })
-	}
-	return all, chosen, nil
+	return chosen, in, err
 }
 
 // shorten leaves out what comes after some seconds.
