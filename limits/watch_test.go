@@ -1,18 +1,18 @@
 package limits
 
 import (
-	"bytes"
 	"context"
 	"fmt"
 	"log/slog"
 	"os"
 	"path/filepath"
 	"strings"
-	"sync"
 	"testing"
 	"time"
 
 	"github.com/weirhq/weir/enforcer/bucket"
+
+	"github.com/weirhq/weir/internal/obs/obstest"
 )
 
 // patience ends a test that waits for what does not come; no test passes by it.
@@ -28,29 +28,12 @@ type watched struct {
 	*Watcher
 	t       *testing.T
 	applied chan *Policy
-	logged  *logBuffer
-}
-
-type logBuffer struct {
-	mu sync.Mutex
-	b  bytes.Buffer
-}
-
-func (l *logBuffer) Write(p []byte) (int, error) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.b.Write(p)
-}
-
-func (l *logBuffer) String() string {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.b.String()
+	logged  *obstest.Lines
 }
 
 func startWatcher(t *testing.T, cfg WatchConfig, path string) *watched {
 	t.Helper()
-	w := &watched{t: t, applied: make(chan *Policy, 100), logged: &logBuffer{}}
+	w := &watched{t: t, applied: make(chan *Policy, 100), logged: &obstest.Lines{}}
 	var err error
 	w.Watcher, err = NewWatcher(cfg, path, slog.New(slog.NewTextHandler(w.logged, nil)), func(p *Policy) { w.applied <- p })
 	if err != nil {

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"net/http"
 	"slices"
-	"strconv"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -18,8 +17,6 @@ import (
 	"github.com/weirhq/weir/alerting"
 	"github.com/weirhq/weir/alerting/natsfeed"
 	"github.com/weirhq/weir/internal/embedded/embeddedtest"
-	embedded "github.com/weirhq/weir/internal/embedded/nats"
-	"github.com/weirhq/weir/internal/natsx"
 	"github.com/weirhq/weir/schemas"
 )
 
@@ -55,19 +52,7 @@ func (h *hook) keys(t *testing.T) (all []string) {
 // While NATS is away the alert about it goes straight to on-call; once it is back, the stream has it, and nothing is sent twice.
 func TestNATSIsAway(t *testing.T) {
 	t.Parallel()
-	cfg := embedded.Config{Dir: t.TempDir()}
-	s, err := embedded.Start(cfg, embeddedtest.Log(t))
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer func() { s.Stop() }()
-	if cfg.Port, err = strconv.Atoi(s.URL()[len("nats://127.0.0.1:"):]); err != nil {
-		t.Fatal(err)
-	}
-	nc, js := connect(t, s.URL())
-	if err := natsx.Declare(t.Context(), js, natsx.Storage{}); err != nil {
-		t.Fatal(err)
-	}
+	nc, js, stop, again := restartable(t)
 	var refuse atomic.Bool
 	refuse.Store(true)
 	h := newHook(t, func(int, http.ResponseWriter, *http.Request) int {
@@ -81,11 +66,9 @@ func TestNATSIsAway(t *testing.T) {
 	time.Sleep(500 * time.Millisecond)
 	want := []string{"firing degraded/part/nats", "resolved degraded/part/nats"}
 	for i := range 2 {
-		s.Stop()
+		stop()
 		eventually(t, "on-call to hear of it", func() bool { return len(h.taken()) == 2*i+1 })
-		if s, err = embedded.Start(cfg, embeddedtest.Log(t)); err != nil {
-			t.Fatal(err)
-		}
+		again()
 		eventually(t, "on-call to hear that it is back", func() bool { return len(h.taken()) == 2*i+2 })
 	}
 	time.Sleep(500 * time.Millisecond)

@@ -3,7 +3,6 @@ package natsfeed_test
 import (
 	"context"
 	"errors"
-	"strconv"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -16,7 +15,6 @@ import (
 	"github.com/weirhq/weir/alerting"
 	"github.com/weirhq/weir/alerting/natsfeed"
 	"github.com/weirhq/weir/internal/embedded/embeddedtest"
-	embedded "github.com/weirhq/weir/internal/embedded/nats"
 	"github.com/weirhq/weir/internal/natsx"
 	"github.com/weirhq/weir/schemas"
 )
@@ -229,31 +227,15 @@ func TestB046TheAlerterIsBlind(t *testing.T) {
 // The server goes and comes back: nothing is said about that, and what is said then is right.
 func TestServerIsRestarted(t *testing.T) {
 	t.Parallel()
-	cfg := embedded.Config{Dir: t.TempDir()}
-	s, err := embedded.Start(cfg, embeddedtest.Log(t))
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer func() { s.Stop() }()
-	nc, js := connect(t, s.URL())
-	if err := natsx.Declare(t.Context(), js, natsx.Storage{}); err != nil {
-		t.Fatal(err)
-	}
+	nc, js, stop, again := restartable(t)
 	start(t, newFeed(t, nc, js).Run)
 	g := &gateway{level: 2}
 	g.run(t, nc, js, "g1")
 	eventually(t, "an alert", func() bool { return len(alerts(t, js, schemas.AlertsStream)) > 0 })
 
-	port, err := strconv.Atoi(s.URL()[len("nats://127.0.0.1:"):])
-	if err != nil {
-		t.Fatal(err)
-	}
-	s.Stop()
+	stop()
 	time.Sleep(time.Second)
-	cfg.Port = port
-	if s, err = embedded.Start(cfg, embeddedtest.Log(t)); err != nil {
-		t.Fatal(err)
-	}
+	again()
 	eventually(t, "the connection", nc.IsConnected)
 	time.Sleep(time.Second)
 	wantTypes(t, alerts(t, js, schemas.AlertsStream), firing)

@@ -7,6 +7,7 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"slices"
+	"strconv"
 	"sync"
 	"testing"
 	"time"
@@ -20,6 +21,7 @@ import (
 	"github.com/weirhq/weir/alerting/webhook"
 	"github.com/weirhq/weir/internal/conf"
 	"github.com/weirhq/weir/internal/embedded/embeddedtest"
+	embedded "github.com/weirhq/weir/internal/embedded/nats"
 	"github.com/weirhq/weir/internal/natsx"
 	"github.com/weirhq/weir/schemas"
 )
@@ -52,6 +54,31 @@ func server(t *testing.T) (url string, nc *nats.Conn, js jetstream.JetStream) {
 		t.Fatal(err)
 	}
 	return url, nc, js
+}
+
+// restartable is one that may be stopped, and started again on its address and data.
+func restartable(t *testing.T) (nc *nats.Conn, js jetstream.JetStream, stop, again func()) {
+	t.Helper()
+	cfg := embedded.Config{Dir: t.TempDir()}
+	var s *embedded.Server
+	again = func() {
+		t.Helper()
+		var err error
+		if s, err = embedded.Start(cfg, embeddedtest.Log(t)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	again()
+	t.Cleanup(func() { s.Stop() })
+	var err error
+	if cfg.Port, err = strconv.Atoi(s.URL()[len("nats://127.0.0.1:"):]); err != nil {
+		t.Fatal(err)
+	}
+	nc, js = connect(t, s.URL())
+	if err := natsx.Declare(t.Context(), js, natsx.Storage{}); err != nil {
+		t.Fatal(err)
+	}
+	return nc, js, func() { s.Stop() }, again
 }
 
 // start runs f until the test or the returned function stops it.

@@ -36,11 +36,7 @@ rules:
 		}
 	}
 	for range b.N {
-		r, err := rig.New(rig.Config{Dir: b.TempDir(), Binary: binary, Policy: policy})
-		b.Cleanup(r.Close)
-		if err != nil {
-			b.Fatal(err)
-		}
+		r := newRig(b, rig.Config{Policy: policy})
 		gateway := rig.GatewayName(1)
 		metric := func(name string) float64 {
 			v, err := r.Metric(gateway, name)
@@ -90,9 +86,6 @@ rules:
 		})
 		if stored != asked || unanswered > 0 {
 			b.Errorf("%d requests, %d without an answer, %d stored", asked, unanswered, stored)
-		}
-		for _, n := range r.Notes() {
-			b.Error(n)
 		}
 		b.ReportMetric(float64(asked), "requests")
 		b.ReportMetric(memory/1e6, "memory-MB")

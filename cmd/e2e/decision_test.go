@@ -45,16 +45,7 @@ const (
 //
 //	go test -run '^$' -bench Decision -benchtime 5x ./cmd/e2e
 func BenchmarkDecision(b *testing.B) {
-	r, err := rig.New(rig.Config{Dir: b.TempDir(), Binary: binary, Gateways: 1})
-	b.Cleanup(func() {
-		r.Close()
-		for _, n := range r.Notes() {
-			b.Error(n)
-		}
-	})
-	if err != nil {
-		b.Fatal(err)
-	}
+	r := newRig(b, rig.Config{})
 	g := newDecider(b, r)
 	b.ResetTimer()
 	links := []string{rig.Link(rig.GatewayName(1), rig.NATS), rig.Link(rig.Aggregator, rig.NATS), rig.Link(rig.Aggregator, rig.Redis), rig.Link(rig.Aggregator, rig.ClickHouse)}

@@ -23,6 +23,7 @@ import (
 
 	"github.com/weirhq/weir/alerting/webhook"
 	"github.com/weirhq/weir/cmd/internal/app"
+	"github.com/weirhq/weir/cmd/internal/rig"
 	"github.com/weirhq/weir/internal/conf"
 	"github.com/weirhq/weir/schemas"
 )
@@ -336,4 +337,39 @@ func fetch(t testing.TB, url string) string {
 		t.Fatalf("%s: %d %s", url, status, body)
 	}
 	return body
+}
+
+// newRig starts the pipeline as processes that end with the test. What nobody should have seen fails it, and a test that fails shows
+// what they logged.
+func newRig(t testing.TB, cfg rig.Config) *rig.Rig {
+	t.Helper()
+	cfg.Dir, cfg.Binary = t.TempDir(), binary
+	r, err := rig.New(cfg)
+	t.Cleanup(func() {
+		r.Close()
+		for _, n := range r.Notes() {
+			t.Error(n)
+		}
+		if t.Failed() {
+			logs(t, cfg.Dir)
+		}
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return r
+}
+
+// logs shows the logs of a rig.
+func logs(t testing.TB, dir string) {
+	t.Helper()
+	files, err := filepath.Glob(filepath.Join(dir, "*.log"))
+	if err != nil {
+		t.Error(err)
+	}
+	for _, f := range files {
+		if b, err := os.ReadFile(f); err == nil {
+			t.Logf("%s:\n%s", filepath.Base(f), b)
+		}
+	}
 }

@@ -4,8 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"os"
-	"path/filepath"
 	"slices"
 	"strings"
 	"syscall"
@@ -56,22 +54,9 @@ func TestOutages(t *testing.T) {
 			if o.disk {
 				stores[o.part], fill, empty = disk(t)
 			}
-			dir := t.TempDir()
 			began := time.Now()
-			r, err := rig.New(rig.Config{Dir: dir, Binary: binary, Gateways: 2, Down: o.part, Standby: o.part == rig.Alerter,
+			r := newRig(t, rig.Config{Gateways: 2, Down: o.part, Standby: o.part == rig.Alerter,
 				Webhook: oncall.URL, Secret: secret, Hold: 500 * time.Millisecond, Stores: stores})
-			t.Cleanup(func() {
-				r.Close()
-				for _, n := range r.Notes() {
-					t.Error(n)
-				}
-				if t.Failed() {
-					logs(t, dir)
-				}
-			})
-			if err != nil {
-				t.Fatal(err)
-			}
 			part, j := r.Parts[o.part], rig.NewJournal()
 			do := func(err error) {
 				t.Helper()
@@ -339,18 +324,4 @@ func disk(t *testing.T) (dir string, fill, empty func()) {
 		}
 	}
 	return dir, fill, empty
-}
-
-// logs shows the logs of a rig.
-func logs(t *testing.T, dir string) {
-	t.Helper()
-	files, err := filepath.Glob(filepath.Join(dir, "*.log"))
-	if err != nil {
-		t.Error(err)
-	}
-	for _, f := range files {
-		if b, err := os.ReadFile(f); err == nil {
-			t.Logf("%s:\n%s", filepath.Base(f), b)
-		}
-	}
 }

@@ -14,20 +14,7 @@ import (
 // TestSIGTERMWhileServersHang: every part ends within the time that it is given, under load, whichever server hangs meanwhile, and all of
 // them; a gateway's exit says that nothing is lost, and in the end nothing is.
 func TestSIGTERMWhileServersHang(t *testing.T) {
-	dir := t.TempDir()
-	r, err := rig.New(rig.Config{Dir: dir, Binary: binary, Gateways: 2})
-	t.Cleanup(func() {
-		r.Close()
-		for _, n := range r.Notes() {
-			t.Error(n)
-		}
-		if t.Failed() {
-			logs(t, dir)
-		}
-	})
-	if err != nil {
-		t.Fatal(err)
-	}
+	r := newRig(t, rig.Config{Gateways: 2})
 	j := rig.NewJournal()
 	ctx, stop := context.WithCancel(t.Context())
 	var load sync.WaitGroup

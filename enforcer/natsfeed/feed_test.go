@@ -1,7 +1,6 @@
 package natsfeed
 
 import (
-	"bytes"
 	"context"
 	"io"
 	"log/slog"
@@ -20,6 +19,7 @@ import (
 	"github.com/weirhq/weir/enforcer"
 	"github.com/weirhq/weir/internal/embedded/embeddedtest"
 	"github.com/weirhq/weir/internal/natsx"
+	"github.com/weirhq/weir/internal/obs/obstest"
 	"github.com/weirhq/weir/limits"
 	"github.com/weirhq/weir/schemas"
 )
@@ -426,7 +426,7 @@ func TestModeIsToldOncePerChange(t *testing.T) {
 	)
 	status := func() Status { mu.Lock(); defer mu.Unlock(); return Status{Mode: mode} }
 	set := func(m string) { mu.Lock(); defer mu.Unlock(); mode = m }
-	var out lines
+	var out obstest.Lines
 	log := slog.New(slog.NewTextHandler(&out, &slog.HandlerOptions{Level: slog.LevelInfo}))
 	m := NewMetrics(prometheus.NewRegistry())
 	m.Degraded = prometheus.NewGauge(prometheus.GaugeOpts{Name: "weir_degraded", ConstLabels: prometheus.Labels{"part": "throttle"}})
@@ -442,16 +442,16 @@ func TestModeIsToldOncePerChange(t *testing.T) {
 		degraded float64
 	}{{"isolated", 1}, {"synced", 0}, {"stale", 1}, {"isolated", 1}, {"floor", 1}, {"synced", 0}, {"stale", 1}} {
 		set(step.mode)
-		eventually(t, step.mode+" told", func() bool { return out.count("throttling with") == i+1 })
+		eventually(t, step.mode+" told", func() bool { return strings.Count(out.String(), "throttling with") == i+1 })
 		if got := testutil.ToFloat64(m.Degraded); got != step.degraded {
 			t.Errorf("in mode %s weir_degraded = %v, want %v", step.mode, got, step.degraded)
 		}
 	}
 	time.Sleep(10 * f.cfg.Heartbeat)
-	if n := out.count("throttling with"); n != 7 {
+	if n := strings.Count(out.String(), "throttling with"); n != 7 {
 		t.Errorf("%d lines about the mode, want 7, one per change:\n%s", n, out.String())
 	}
-	if n := out.count("level=ERROR"); n != 3 {
+	if n := strings.Count(out.String(), "level=ERROR"); n != 3 {
 		t.Errorf("%d of them are errors, want 3, of the isolated ones:\n%s", n, out.String())
 	}
 	cancel()
@@ -462,16 +462,6 @@ func TestModeIsToldOncePerChange(t *testing.T) {
 		t.Errorf("after the feed ended weir_degraded = %v, want 0", got)
 	}
 }
-
-// lines is a log that may be read while it is written.
-type lines struct {
-	mu sync.Mutex
-	b  bytes.Buffer
-}
-
-func (l *lines) Write(p []byte) (int, error) { l.mu.Lock(); defer l.mu.Unlock(); return l.b.Write(p) }
-func (l *lines) String() string              { l.mu.Lock(); defer l.mu.Unlock(); return l.b.String() }
-func (l *lines) count(s string) int          { return strings.Count(l.String(), s) }
 
 // TestSharesThatHaveOutlivedTheirTimeAreTold: once, and a while after the last message.
 func TestSharesThatHaveOutlivedTheirTimeAreTold(t *testing.T) {

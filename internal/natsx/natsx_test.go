@@ -1,7 +1,6 @@
 package natsx
 
 import (
-	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -21,6 +20,7 @@ import (
 
 	"github.com/weirhq/weir/internal/embedded/embeddedtest"
 	"github.com/weirhq/weir/internal/embedded/nats"
+	"github.com/weirhq/weir/internal/obs/obstest"
 	"github.com/weirhq/weir/schemas"
 )
 
@@ -35,24 +35,6 @@ func eventually(t *testing.T, what string, ok func() bool) {
 			t.Fatalf("not within %s: %s", patience, what)
 		}
 	}
-}
-
-// lines is a log that can be read while it is written.
-type lines struct {
-	mu sync.Mutex
-	b  bytes.Buffer
-}
-
-func (l *lines) Write(p []byte) (int, error) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.b.Write(p)
-}
-
-func (l *lines) String() string {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.b.String()
 }
 
 func freeAddr(t *testing.T) string {
@@ -103,7 +85,7 @@ func TestUnreachableServerIsOneClearLine(t *testing.T) {
 
 // A server that is not there from the start: the log says why it cannot be reached, then and later.
 func TestUnreachableServerIsLoggedWithItsReason(t *testing.T) {
-	var out lines
+	var out obstest.Lines
 	nc, err := Connect(Config{URL: "nats://" + freeAddr(t), RetryWait: time.Millisecond, LogEvery: time.Millisecond}, slog.New(slog.NewTextHandler(&out, nil)), nil)
 	if err != nil {
 		t.Fatal(err)
@@ -169,7 +151,7 @@ func TestT18ConnectionIsNeverGivenUp(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	var out lines
+	var out obstest.Lines
 	m := NewMetrics(prometheus.NewRegistry())
 	nc, err := Connect(Config{URL: "nats://" + addr, RetryWait: time.Millisecond, Name: "gw"}, slog.New(slog.NewTextHandler(&out, nil)), m)
 	if err != nil {
@@ -237,7 +219,7 @@ func TestT7ForbiddenSubjectIsToldOnceAndCounted(t *testing.T) {
 	if !s.ReadyForConnections(patience) {
 		t.Fatal("server is not ready")
 	}
-	var out lines
+	var out obstest.Lines
 	m := NewMetrics(prometheus.NewRegistry())
 	nc, err := ConnectCheck(t.Context(), Config{URL: strings.Replace(s.ClientURL(), "://", "://gw:g@", 1)}, slog.New(slog.NewTextHandler(&out, nil)), m)
 	if err != nil {

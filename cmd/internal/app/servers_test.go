@@ -1,40 +1,22 @@
 package app
 
 import (
-	"bytes"
 	"log/slog"
 	"regexp"
 	"strconv"
 	"strings"
-	"sync"
 	"syscall"
 	"testing"
 	"time"
 
 	"github.com/weirhq/weir/internal/run"
+
+	"github.com/weirhq/weir/internal/obs/obstest"
 )
-
-// lines is a log that can be read while it is written.
-type lines struct {
-	mu sync.Mutex
-	b  bytes.Buffer
-}
-
-func (l *lines) Write(p []byte) (int, error) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.b.Write(p)
-}
-
-func (l *lines) String() string {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.b.String()
-}
 
 // The servers of weir up that somebody kills are missed, and started again.
 func TestEmbeddedServersThatDieComeBack(t *testing.T) {
-	log := &lines{}
+	log := &obstest.Lines{}
 	var stack run.Stack
 	if _, err := Embed(Servers{NATS: "nats://127.0.0.1:1"}, t.TempDir(), &stack, slog.New(slog.NewTextHandler(log, nil))); err != nil {
 		t.Fatal(err)

@@ -1,40 +1,23 @@
 package child
 
 import (
-	"bytes"
 	"errors"
 	"log/slog"
 	"os/exec"
 	"strings"
-	"sync"
 	"syscall"
 	"testing"
 	"time"
+
+	"github.com/weirhq/weir/internal/obs/obstest"
 )
 
-type lines struct {
-	mu sync.Mutex
-	b  bytes.Buffer
-}
-
-func (l *lines) Write(p []byte) (int, error) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.b.Write(p)
-}
-
-func (l *lines) String() string {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.b.String()
-}
-
 // sleepers serves children that sleep; fail is how often a start after the first one fails.
-func sleepers(t *testing.T, supervise bool, fail int) (*Server, *lines) {
+func sleepers(t *testing.T, supervise bool, fail int) (*Server, *obstest.Lines) {
 	t.Helper()
 	was := again
 	again = []time.Duration{time.Millisecond, 2 * time.Millisecond, 5 * time.Millisecond}
-	log, starts := &lines{}, 0
+	log, starts := &obstest.Lines{}, 0
 	s, err := Serve(Config{Name: "embedded Sleep", Supervise: supervise}, func() (*Process, error) {
 		if starts++; starts > 1 && starts <= 1+fail {
 			return nil, errors.New("address already in use")
