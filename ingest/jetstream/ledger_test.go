@@ -633,6 +633,10 @@ func TestLedgerOverAServerRestart(t *testing.T) {
 		t.Fatal(err)
 	}
 	t.Cleanup(srv.Stop)
+	eventually(t, "the stream is there", func() bool { // what is sent on the way to a server that begins may get lost, and is ours to send again
+		_, err := js.Stream(t.Context(), schemas.UsageStream)
+		return err == nil
+	})
 	publish(t, js, "gw", 21, 40)
 	eventually(t, "all are handled", func() bool { return nc.IsConnected() && j.distinct() == 40 })
 	for seq, n := range j.seqs {
