@@ -256,26 +256,14 @@ func (s *Store) reports(ctx context.Context, tok string, items []schemas.Deliver
 		return nil, err
 	}
 	duplicates := len(items) - len(reports) - len(refused)
-	var lost []stored
+	doubt := !s.certain()
 	if !whole {
-		// Usage feeds the roll-ups, where nothing collapses: it comes after all else that may refuse a report. Other tables
-		// may hold rows of a report that is not stored in the end; they are the same rows when it is replayed.
-		for _, put := range []func(context.Context, string, []stored) ([]stored, schemas.Refused, error){
-			putEntries(s, tokensTable, func(r *schemas.Report) []schemas.Tokens { return r.Tokens }),
-			putEntries(s, rejectionsTable, func(r *schemas.Report) []schemas.Rejection { return r.Rejections }),
-			putEntries(s, usageTable, func(r *schemas.Report) []schemas.Usage { return r.Usage }),
-		} {
+		for _, put := range putAll {
 			var bad schemas.Refused
-			if reports, bad, err = put(ctx, tok, reports); err != nil {
+			if reports, bad, err = put(ctx, s, tok, reports, doubt); err != nil {
 				return nil, err
 			}
 			refused = append(refused, bad...)
-		}
-		doubt := !s.certain()
-		if doubt {
-			if lost, err = s.putMissingUsage(ctx, tok, reports); err != nil {
-				return nil, err
-			}
 		}
 		if err := insert(ctx, s, reportsTable, tok, reports); err != nil {
 			return nil, err
@@ -286,10 +274,9 @@ func (s *Store) reports(ctx context.Context, tok string, items []schemas.Deliver
 			}
 		}
 	}
-	if len(lost) > 0 { // the roll-ups may have had what the ledger had not
-		from, to := span(lost)
-		if _, err := s.Rebuild(ctx, from, to, nil); err != nil {
-			s.log.Error("the roll-ups may not be equal to the ledger: run weir history rebuild", "from", from, "to", to, "err", err)
+	if doubt {
+		if err := s.mendRollups(ctx, reports); err != nil {
+			return nil, err
 		}
 	}
 	var requests uint64
@@ -300,19 +287,7 @@ func (s *Store) reports(ctx context.Context, tok string, items []schemas.Deliver
 	return refused, nil
 }
 
-// putMissingUsage stores, under another token, the usage of those of reports that is not there though it was put under tok, and returns
-// them. ClickHouse writes a token down before the part, so that one that is killed in between knows the token of rows that it does
-// not have, and drops them when they come again (TestKilledInMidInsert).
-func (s *Store) putMissingUsage(ctx context.Context, tok string, reports []stored) (lost []stored, err error) {
-	lost, err = s.missing(ctx, reports)
-	if err != nil || len(lost) == 0 {
-		return nil, err
-	}
-	s.log.Error("ClickHouse knows the token of rows that it has not, storing them under another", "token", tok, "reports", len(lost))
-	return lost, insert(ctx, s, usageTable, tok+"-"+rand.Text(), entries(lost, func(r *schemas.Report) []schemas.Usage { return r.Usage }))
-}
-
-// putMissingReports does the same for the rows of the reports themselves.
+// putMissingReports does for the rows of the reports themselves what putMissing does for those of their entries.
 func (s *Store) putMissingReports(ctx context.Context, tok string, items []schemas.Delivered[*schemas.Report], reports []stored) error {
 	by, err := s.storedBy(ctx, tok, items)
 	if err != nil {
@@ -327,55 +302,6 @@ func (s *Store) certain() bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.sure
-}
-
-// missing returns those of reports of which usage lacks rows.
-func (s *Store) missing(ctx context.Context, reports []stored) (missing []stored, err error) {
-	for part := range slices.Chunk(reports, reportsAtOnce) {
-		from, to := span(part)
-		if from.IsZero() {
-			continue // of buckets only
-		}
-		have := map[reportID]uint64{}
-		rows, err := s.conn.Query(ch.Context(ctx, ch.WithParameters(ch.Parameters{"ids": ids(part, func(r *stored) *schemas.Report { return r.Value }),
-			"from": strconv.FormatInt(from.UnixMilli(), 10), "to": strconv.FormatInt(to.UnixMilli(), 10)})),
-			"SELECT gateway, boot, seq, uniqExact(entry) FROM usage WHERE "+within+" AND (gateway, boot, seq) IN {ids:Array(Tuple(String, String, UInt64))} GROUP BY gateway, boot, seq")
-		if err != nil {
-			return nil, err
-		}
-		for rows.Next() {
-			var id reportID
-			var n uint64
-			if err := rows.Scan(&id.gateway, &id.boot, &id.seq, &n); err != nil {
-				return nil, errors.Join(err, rows.Close())
-			}
-			have[id] = n
-		}
-		if err := errors.Join(rows.Err(), rows.Close()); err != nil {
-			return nil, err
-		}
-		for _, r := range part {
-			if have[idOf(r.Value)] < uint64(len(r.Value.Usage)) {
-				missing = append(missing, r)
-			}
-		}
-	}
-	return missing, nil
-}
-
-// span is from the first request of reports to behind the last, in whole seconds.
-func span(reports []stored) (from, to time.Time) {
-	for i := range reports {
-		for _, u := range reports[i].Value.Usage {
-			if from.IsZero() || u.Time.Before(from) {
-				from = u.Time
-			}
-			if u.Time.After(to) {
-				to = u.Time
-			}
-		}
-	}
-	return from.Truncate(time.Second), to.Truncate(time.Second).Add(time.Second)
 }
 
 type reportID struct {
@@ -464,26 +390,85 @@ func ids[R any](all []R, report func(*R) *schemas.Report) string {
 	return "[" + strings.TrimPrefix(b.String(), ",") + "]"
 }
 
+// putAll is how the entries of reports are stored, table by table. Usage feeds the roll-ups, where nothing collapses: it comes after
+// all else that may refuse a report. Other tables may hold rows of a report that is not stored in the end; they are the same rows
+// when it is replayed.
+var putAll = []func(ctx context.Context, s *Store, tok string, reports []stored, doubt bool) (kept []stored, refused schemas.Refused, err error){
+	putEntries(tokensTable, func(r *schemas.Report) []schemas.Tokens { return r.Tokens }),
+	putEntries(rejectionsTable, func(r *schemas.Report) []schemas.Rejection { return r.Rejections }),
+	putEntries(usageTable, func(r *schemas.Report) []schemas.Usage { return r.Usage }),
+}
+
 // putEntries is how the entries of reports become rows of t: in inserts of at most maxRows, cut between reports, so that
-// an insert that is refused has left nothing of its reports behind.
-func putEntries[E any](s *Store, t table[entry[E]], of func(*schemas.Report) []E) func(context.Context, string, []stored) ([]stored, schemas.Refused, error) {
-	return func(ctx context.Context, tok string, reports []stored) (kept []stored, refused schemas.Refused, err error) {
-		first, rows := 0, 0
+// an insert that is refused has left nothing of its reports behind. With doubt, it looks whether they are there.
+func putEntries[E any](t table[entry[E]], of func(*schemas.Report) []E) func(context.Context, *Store, string, []stored, bool) ([]stored, schemas.Refused, error) {
+	return func(ctx context.Context, s *Store, tok string, reports []stored, doubt bool) (kept []stored, refused schemas.Refused, err error) {
+		put := func(tok string, reports []stored) error {
+			k, bad, err := putReports(ctx, s, t, tok, reports, of)
+			kept, refused = append(kept, k...), append(refused, bad...)
+			return err
+		}
+		part, first, rows := tok, 0, 0
 		for i := range reports {
 			n := len(of(reports[i].Value))
 			if rows += n; i == first || rows <= maxRows {
 				continue
 			}
-			k, bad, err := putReports(ctx, s, t, tok, reports[first:i], of)
-			if err != nil {
+			if err := put(part, reports[first:i]); err != nil {
 				return nil, nil, err
 			}
-			kept, refused = append(kept, k...), append(refused, bad...)
-			tok, first, rows = fmt.Sprintf("%s-%d", tok, reports[i].Seq), i, n
+			part, first, rows = fmt.Sprintf("%s-%d", part, reports[i].Seq), i, n
 		}
-		k, bad, err := putReports(ctx, s, t, tok, reports[first:], of)
-		return append(kept, k...), append(refused, bad...), err
+		if err := put(part, reports[first:]); err != nil {
+			return nil, nil, err
+		}
+		if doubt {
+			err = putMissing(ctx, s, t, tok, kept, of)
+		}
+		return kept, refused, err
 	}
+}
+
+// putMissing stores, under another token, the rows of those of reports that are not in t though they were put under tok. ClickHouse
+// writes a token down before the part, so that one that is killed in between knows the token of rows that it does not have, and
+// drops them when they come again (TestTokenOfRowsThatAreNotThere).
+func putMissing[E any](ctx context.Context, s *Store, t table[entry[E]], tok string, reports []stored, of func(*schemas.Report) []E) error {
+	var lost []stored
+	for part := range slices.Chunk(reports, reportsAtOnce) {
+		times, _ := t.columns[0].values(entries(part, of)).([]time.Time) // of a table of entries: ts
+		if len(times) == 0 {
+			continue
+		}
+		from, to := slices.MinFunc(times, time.Time.Compare).UnixMilli(), slices.MaxFunc(times, time.Time.Compare).UnixMilli()+1
+		rows, err := s.conn.Query(ch.Context(ctx, ch.WithParameters(ch.Parameters{"ids": ids(part, func(r *stored) *schemas.Report { return r.Value }),
+			"from": strconv.FormatInt(from, 10), "to": strconv.FormatInt(to, 10)})),
+			"SELECT gateway, boot, seq, uniqExact(entry) FROM "+t.name+" WHERE "+within+" AND (gateway, boot, seq) IN {ids:Array(Tuple(String, String, UInt64))} GROUP BY gateway, boot, seq")
+		if err != nil {
+			return err
+		}
+		have := map[reportID]uint64{}
+		var id reportID
+		var n uint64
+		for rows.Next() {
+			if err := rows.Scan(&id.gateway, &id.boot, &id.seq, &n); err != nil {
+				return errors.Join(err, rows.Close())
+			}
+			have[id] = n
+		}
+		if err := errors.Join(rows.Err(), rows.Close()); err != nil {
+			return err
+		}
+		for _, r := range part {
+			if have[idOf(r.Value)] < uint64(len(of(r.Value))) {
+				lost = append(lost, r)
+			}
+		}
+	}
+	if len(lost) == 0 {
+		return nil
+	}
+	s.log.Error("ClickHouse knows the token of rows that it has not, storing them under another", "table", t.name, "token", tok, "reports", len(lost))
+	return insert(ctx, s, t, tok+"-"+rand.Text(), entries(lost, of))
 }
 
 func putReports[E any](ctx context.Context, s *Store, t table[entry[E]], tok string, reports []stored, of func(*schemas.Report) []E) ([]stored, schemas.Refused, error) {

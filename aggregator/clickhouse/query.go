@@ -42,7 +42,7 @@ func (s *Store) Totals(ctx context.Context, from, to time.Time) (Totals, error) 
 	ctx, cancel := context.WithTimeout(ctx, queryTimeout)
 	defer cancel()
 	t := Totals{From: from.UTC(), To: to.UTC()}
-	usage, args := usageIn([]segment{{"usage FINAL", from, to}, corrections(from, to)}, "true")
+	usage, args := usageIn([]segment{{ledger, from, to}, corrections(from, to)}, "true")
 	err := s.conn.QueryRow(ctx, `SELECT `+sums+` FROM `+usage+` AS u`+final, args...).
 		Scan(&t.Allowed, &t.Rejected, &t.Cost)
 	if err != nil {
@@ -289,7 +289,7 @@ type segment struct {
 // left at both ends.
 func cover(from, to time.Time, rollups []rollup) []segment {
 	if len(rollups) == 0 {
-		return []segment{{"usage FINAL", from, to}}
+		return []segment{{ledger, from, to}}
 	}
 	grain := rollups[0].grain
 	a, b := from.Add(grain-1).Truncate(grain), to.Truncate(grain)

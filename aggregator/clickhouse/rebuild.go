@@ -5,6 +5,8 @@ import (
 	"crypto/rand"
 	"errors"
 	"fmt"
+	"maps"
+	"slices"
 	"time"
 
 	ch "github.com/ClickHouse/clickhouse-go/v2"
@@ -82,7 +84,7 @@ type rebuild struct {
 
 // equal is the quick look at a day: nothing differs, and no report is half there.
 func (b *rebuild) equal(ctx context.Context, t rollup, from, to time.Time) (bool, error) {
-	gaps, err := b.s.gapsUpTo(ctx, t, from, to, 1)
+	gaps, err := b.s.gapsUpTo(ctx, t, ledger, from, to, 1)
 	if err != nil || len(gaps) > 0 {
 		return false, err
 	}
@@ -153,7 +155,7 @@ func (s *Store) Gaps(ctx context.Context, from, to time.Time) ([]Gap, error) {
 		if !a.Before(b) {
 			continue
 		}
-		gaps, err := s.gapsUpTo(ctx, t, a, b, maxGaps)
+		gaps, err := s.gapsUpTo(ctx, t, ledger, a, b, maxGaps)
 		if err != nil {
 			return nil, s.explain("compare "+t.name+" with the ledger", err)
 		}
@@ -163,14 +165,67 @@ func (s *Store) Gaps(ctx context.Context, from, to time.Time) ([]Gap, error) {
 }
 
 func (s *Store) gaps(ctx context.Context, t rollup, from, to time.Time) ([]Gap, error) {
-	return s.gapsUpTo(ctx, t, from, to, 1<<40)
+	return s.gapsUpTo(ctx, t, ledger, from, to, 1<<40)
 }
 
-// gapsUpTo compares; its errors are the driver's.
-func (s *Store) gapsUpTo(ctx context.Context, t rollup, from, to time.Time, most uint64) ([]Gap, error) {
+// ledger is what all is counted from.
+const ledger = "usage FINAL"
+
+// mendWithin is the age of days whose roll-ups are mended without being asked.
+const mendWithin = 31 * 24 * time.Hour
+
+// mendRollups rebuilds the days of reports in which a roll-up has not what it should: a server that is killed can have lost a part of
+// one alone, or have stored again what a roll-up had. Each is compared with the next finer one, and only the finest with the ledger.
+// Days that are long past are told of and left alone: somebody may have dropped their ledger and kept the roll-ups.
+func (s *Store) mendRollups(ctx context.Context, reports []stored) error {
+	finer := ledger
+	for _, t := range slices.Backward(rollups) {
+		for _, r := range spans(t, reports) {
+			gaps, err := s.gapsUpTo(ctx, t, finer, r.from, r.to, 1)
+			if err != nil {
+				return err
+			}
+			if len(gaps) == 0 {
+				continue
+			}
+			log := s.log.With("table", t.name, "from", r.from, "to", r.to)
+			if time.Since(r.from) > mendWithin {
+				log.Error("a roll-up is not what it is made of: run weir history rebuild")
+				continue
+			}
+			log.Error("a roll-up is not what it is made of, rebuilding the roll-ups")
+			if _, err := s.Rebuild(ctx, r.from, r.to, nil); err != nil {
+				log.Error("the roll-ups may not be equal to the ledger: run weir history rebuild", "err", err)
+			}
+		}
+		finer = t.name
+	}
+	return nil
+}
+
+// spans are the runs of whole grains of t that hold usage of reports, in order.
+func spans(t rollup, reports []stored) (all []segment) {
+	seen := map[time.Time]bool{}
+	for i := range reports {
+		for _, u := range reports[i].Value.Usage {
+			seen[u.Time.UTC().Truncate(t.grain)] = true
+		}
+	}
+	for _, at := range slices.SortedFunc(maps.Keys(seen), time.Time.Compare) {
+		if n := len(all); n > 0 && all[n-1].to.Equal(at) {
+			all[n-1].to = at.Add(t.grain)
+			continue
+		}
+		all = append(all, segment{t.name, at, at.Add(t.grain)})
+	}
+	return all
+}
+
+// gapsUpTo compares a roll-up with what it is made of, the ledger or a finer one; its errors are the driver's.
+func (s *Store) gapsUpTo(ctx context.Context, t rollup, with string, from, to time.Time, most uint64) ([]Gap, error) {
 	rows, err := s.conn.Query(ctx, `SELECT toUnixTimestamp64Milli(at), tenant, route, rule, sum(a) AS allowed, sum(r) AS rejected, sum(c) AS cost FROM (
 			SELECT fromUnixTimestamp64Milli(toUnixTimestamp64Milli(ts) - toUnixTimestamp64Milli(ts) % {grain:Int64}, 'UTC') AS at, tenant, route, rule,
-				toInt64(allowed) AS a, toInt64(rejected) AS r, toInt64(cost) AS c FROM usage FINAL WHERE `+within+`
+				toInt64(allowed) AS a, toInt64(rejected) AS r, toInt64(cost) AS c FROM `+with+` WHERE `+within+`
 			UNION ALL
 			SELECT ts, tenant, route, rule, -toInt64(allowed), -toInt64(rejected), -toInt64(cost) FROM `+t.name+` WHERE `+within+`
 		) GROUP BY at, tenant, route, rule HAVING allowed != 0 OR rejected != 0 OR cost != 0 ORDER BY at, tenant, route, rule LIMIT {most:UInt64}`+final,
