@@ -144,8 +144,28 @@ func (s *Store) Version(ctx context.Context) (string, error) {
 	return v, nil
 }
 
-// Ping asks the server for a sign of life. One that it does not answer ends with ctx.
-func (s *Store) Ping(ctx context.Context) error { return s.explain("ping", s.conn.Ping(ctx)) }
+// Ping asks the server for a sign of life, and whether it has room for an insert. One that it does not answer ends with ctx.
+func (s *Store) Ping(ctx context.Context) error {
+	var room uint64
+	err := s.conn.QueryRow(ch.Context(ctx, ch.WithSettings(ch.Settings{"log_queries": 0})), roomSQL).Scan(&room)
+	switch ex, _ := errors.AsType[*ch.Exception](err); {
+	case ex != nil && ex.Code == notGranted:
+		err = s.conn.Ping(ctx)
+	case err == nil && room < insertRoom:
+		return &Error{Line: "ping: ClickHouse at " + strings.Join(s.opt.Addr, ",") + " has no room on its disk, and stores nothing"}
+	}
+	return s.explain("ping", err)
+}
+
+const (
+	insertRoom = 1 << 20 // bytes that ClickHouse reserves for the smallest insert
+	notGranted = 497     // its code for a user that lacks a right
+
+	// roomSQL asks for the room on the disk of the ledger that has most of it. Without a ledger there is none to look at.
+	roomSQL = `SELECT ifNull(maxOrNull(unreserved_space), 18446744073709551615) FROM system.disks WHERE name IN (
+		SELECT arrayJoin(disks) FROM system.storage_policies WHERE policy_name IN (
+			SELECT storage_policy FROM system.tables WHERE database = currentDatabase() AND name = 'usage'))`
+)
 
 // What an error is about, for errors.Is. An error that is none of these is the server's, and may pass: too many parts,
 // no memory, no disk space, shutting down.
@@ -199,7 +219,7 @@ func (s *Store) explain(doing string, err error) error {
 		switch {
 		case errors.Is(e.Kind, ErrDenied):
 			e.Line = fmt.Sprintf("%s: ClickHouse at %s denied access to user %q: check the user and the password in its URL (code %d)", doing, at, s.user(), ex.Code)
-			if ex.Code == 497 {
+			if ex.Code == notGranted {
 				e.Line = fmt.Sprintf("%s: ClickHouse at %s: user %q lacks a right: %s", doing, at, s.user(), text)
 			}
 		case errors.Is(e.Kind, ErrSchema):

@@ -13,8 +13,8 @@ import (
 // Pulse is how a server is asked. A zero field means its default.
 type Pulse struct {
 	Server string                          // its name, for the log; required
-	Ask    func(ctx context.Context) error // asks it something that costs nothing; required
-	Raised prometheus.Gauge                // raised by one while it does not answer; may be nil
+	Ask    func(ctx context.Context) error // asks it something that costs little; required
+	Raised prometheus.Gauge                // raised by one while it is not well; may be nil
 	Log    *slog.Logger                    // required
 
 	Every   time.Duration // between questions (250ms)
@@ -91,13 +91,13 @@ func (p *Pulse) set(since time.Time, err error) {
 	switch {
 	case p.since.IsZero() == since.IsZero():
 	case since.IsZero():
-		p.Log.Info("the server answers again", "server", p.Server, "after", time.Since(p.since).Round(time.Millisecond))
+		p.Log.Info("the server is well again", "server", p.Server, "after", time.Since(p.since).Round(time.Millisecond))
 		p.since = since
 		if p.Raised != nil {
 			p.Raised.Dec()
 		}
 	default:
-		p.Log.Warn("the server does not answer", "server", p.Server, "err", err)
+		p.Log.Warn("the server is not well", "server", p.Server, "err", err)
 		p.since = since
 		if p.Raised != nil {
 			p.Raised.Inc()
