@@ -36,6 +36,7 @@ type testGateway struct {
 	down    bool
 	mode    string
 	pending uint64
+	without []string
 	clock   func(*schemas.Heartbeat) // sets the clock's fields
 }
 
@@ -78,7 +79,7 @@ func (w *world) run(d time.Duration, each func()) []schemas.Alert {
 			if g.down || w.steps%10 != 0 {
 				continue
 			}
-			h := schemas.Heartbeat{Gateway: g.name, Boot: fmt.Sprint("boot", g.boot), SentAt: w.now, Mode: g.mode, PendingReports: g.pending}
+			h := schemas.Heartbeat{Gateway: g.name, Boot: fmt.Sprint("boot", g.boot), SentAt: w.now, Mode: g.mode, PendingReports: g.pending, Without: g.without}
 			if g.clock != nil {
 				g.clock(&h)
 			}

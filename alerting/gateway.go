@@ -34,6 +34,7 @@ type gateway struct {
 	retired bool // and nothing is said of it any more
 	mode    string
 	pending uint64        // reports that it could not hand over yet
+	without []string      // what it does without
 	silence time.Duration // since the last sign of life
 	quiet   time.Duration // since the last report
 	alone   time.Duration // without the centre
@@ -98,7 +99,7 @@ func (g *gateway) left(r *schemas.Report, cfg *Config) bool {
 }
 
 func (g *gateway) heartbeat(h *schemas.Heartbeat, cfg *Config) {
-	g.beats, g.mode, g.pending = true, h.Mode, h.PendingReports
+	g.beats, g.mode, g.pending, g.without = true, h.Mode, h.PendingReports, h.Without
 	g.gone = g.gone || h.Mode == schemas.ModeStopped
 	g.clockKnown, g.offset, g.offsetError = h.ClockKnown, h.ClockOffset, h.ClockError
 	if !h.ClockKnown {

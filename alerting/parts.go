@@ -1,6 +1,7 @@
 package alerting
 
 import (
+	"slices"
 	"time"
 
 	"github.com/weirhq/weir/schemas"
@@ -10,6 +11,7 @@ import (
 const (
 	PartNATS   = "nats"   // the alerter itself does without it
 	PartIngest = "ingest" // reports of gateways do not get into their stream
+	PartSpool  = "spool"  // gateways cannot keep reports on disk
 )
 
 const (
@@ -119,9 +121,13 @@ func (d *Detector) judgeParts(dt time.Duration) {
 			d.m.Missing(part).Set(float64(missing[part]))
 		}
 	}
-	waits, unsure := d.waiting()
+	waits, maybeWaits := d.first(func(g *gateway) bool { return g.pending > 0 && g.quiet >= waitsAfter })
 	if waits != "" {
 		p.watch(PartIngest)
+	}
+	spoolless, maybeSpoolless := d.first(func(g *gateway) bool { return slices.Contains(g.without, schemas.WithoutSpool) })
+	if spoolless != "" {
+		p.watch(PartSpool)
 	}
 	for name, w := range p.watches {
 		v, raise, severity, summary := good, d.cfg.Degraded, schemas.SeverityWarning, ""
@@ -129,12 +135,10 @@ func (d *Detector) judgeParts(dt time.Duration) {
 		case PartNATS: // who looks here has it
 		case PartIngest:
 			raise, severity, summary = waitsFor, schemas.SeverityCritical, "reports of gateway "+waits+" do not get into the stream: they wait there"
-			switch {
-			case waits != "":
-				v = bad
-			case unsure:
-				v = unknown
-			}
+			v = judge(waits != "", maybeWaits)
+		case PartSpool:
+			severity, summary = schemas.SeverityCritical, "the spool of gateway "+spoolless+" is full, cannot be written, or holds files of a newer weir: its log says which"
+			v = judge(spoolless != "", maybeSpoolless)
 		case schemas.PartAggregator, schemas.PartAlerter:
 			if name == schemas.PartAlerter { // it may have this very alert in its hand
 				raise -= alerterSooner
@@ -143,20 +147,10 @@ func (d *Detector) judgeParts(dt time.Duration) {
 			if live[name] == 0 {
 				severity, summary = schemas.SeverityCritical, "no "+name+" is heard of"
 			}
-			switch {
-			case missing[name] > 0:
-				v = bad
-			case live[name] == 0:
-				v = unknown
-			}
+			v = judge(missing[name] > 0, live[name] == 0)
 		default: // what the aggregator needs
 			summary = "the aggregator does without " + name
-			switch {
-			case without[name]:
-				v = bad
-			case live[schemas.PartAggregator] == 0:
-				v = unknown
-			}
+			v = judge(without[name], live[schemas.PartAggregator] == 0)
 		}
 		switch w.step(v, dt, raise) {
 		case begins:
@@ -170,19 +164,29 @@ func (d *Detector) judgeParts(dt time.Duration) {
 	}
 }
 
-// waiting names a gateway that has reports and cannot hand them over, "" when there is none, and says whether one that is not
-// heard of had some.
-func (d *Detector) waiting() (first string, unsure bool) {
+// judge is the verdict on something that is bad, or may be without being seen.
+func judge(is, unsure bool) verdict {
+	switch {
+	case is:
+		return bad
+	case unsure:
+		return unknown
+	}
+	return good
+}
+
+// first names a gateway of which it is true, "" when there is none, and says whether it was true of one that is not heard of.
+func (d *Detector) first(is func(*gateway) bool) (name string, unsure bool) {
 	for _, g := range d.gateways {
 		switch {
-		case !g.beats || g.gone || g.pending == 0 || g.quiet < waitsAfter:
+		case !g.beats || g.gone || !is(g):
 		case g.silence >= d.cfg.Silent:
 			unsure = true
-		case first == "" || g.name < first:
-			first = g.name
+		case name == "" || g.name < name:
+			name = g.name
 		}
 	}
-	return first, unsure
+	return name, unsure
 }
 
 // Away is the alert about a NATS that the alerter has done without since then, and may for so long.

@@ -149,3 +149,18 @@ func TestReportsThatDoNotGetIntoTheStream(t *testing.T) {
 	g.pending = 0
 	w.want(w.run(time.Minute, other), "")
 }
+
+func TestAGatewayThatCannotKeepUsageOnDisk(t *testing.T) {
+	w := newWorld(t, Config{}, "g1", "g2")
+	g := w.gateways[1]
+	w.want(w.run(time.Minute, nil), "")
+	g.without = []string{"something else"}
+	w.want(w.run(time.Minute, nil), "")
+	g.without = []string{schemas.WithoutSpool}
+	w.want(w.run(2*time.Second, nil), "")
+	w.theOne(w.run(3*time.Second, nil), schemas.AlertFiring, "degraded/part/spool")
+	g.down = true // nobody knows
+	w.want(w.run(time.Minute, nil), "+gateway-silent")
+	g.down, g.without = false, nil
+	w.want(w.run(time.Minute, nil), "-degraded -gateway-silent")
+}

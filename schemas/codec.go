@@ -308,7 +308,8 @@ func DecodeTakeReply(b []byte) (TakeReply, error) {
 // EncodeHeartbeat returns h as protobuf.
 func EncodeHeartbeat(h *Heartbeat) ([]byte, error) {
 	b, err := proto.Marshal(&weirpb.Heartbeat{Boot: h.Boot, SentAtNs: unixNano(h.SentAt), PolicyVersion: h.PolicyVersion, Mode: h.Mode,
-		ClockOffsetNs: int64(h.ClockOffset), ClockErrorNs: int64(h.ClockError), ClockKnown: h.ClockKnown, PendingReports: h.PendingReports, Version: h.Version})
+		ClockOffsetNs: int64(h.ClockOffset), ClockErrorNs: int64(h.ClockError), ClockKnown: h.ClockKnown, PendingReports: h.PendingReports, Version: h.Version,
+		Without: h.Without})
 	if err != nil {
 		return nil, fmt.Errorf("encode heartbeat: %w", err)
 	}
@@ -325,9 +326,14 @@ func DecodeHeartbeat(subject string, b []byte) (*Heartbeat, error) {
 	if err := proto.Unmarshal(b, &p); err != nil {
 		return nil, fmt.Errorf("decode heartbeat of %s: %w", gateway, err)
 	}
+	for _, name := range p.Without {
+		if err := ValidName(name); err != nil {
+			return nil, fmt.Errorf("decode heartbeat of %s: without: %w", gateway, err)
+		}
+	}
 	return &Heartbeat{Gateway: gateway, Boot: p.Boot, SentAt: fromNano(p.SentAtNs), PolicyVersion: p.PolicyVersion, Mode: p.Mode,
 		ClockOffset: time.Duration(p.ClockOffsetNs), ClockError: time.Duration(p.ClockErrorNs), ClockKnown: p.ClockKnown,
-		PendingReports: p.PendingReports, Version: p.Version}, nil
+		PendingReports: p.PendingReports, Version: p.Version, Without: p.Without}, nil
 }
 
 // EncodeClockReply returns c as protobuf.

@@ -79,7 +79,7 @@ func TestReleasedFixtures(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	h := &Heartbeat{Gateway: "gw-1", Boot: "b", SentAt: arrived, PolicyVersion: 3, Mode: "synced", ClockOffset: -time.Second, ClockError: time.Millisecond, ClockKnown: true, PendingReports: 4, Version: "v1"}
+	h := &Heartbeat{Gateway: "gw-1", Boot: "b", SentAt: arrived, PolicyVersion: 3, Mode: "synced", ClockOffset: -time.Second, ClockError: time.Millisecond, ClockKnown: true, PendingReports: 4, Version: "v1", Without: []string{WithoutSpool}}
 	hpb, err := EncodeHeartbeat(h)
 	if err != nil {
 		t.Fatal(err)

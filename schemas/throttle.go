@@ -38,6 +38,9 @@ type Share struct {
 // ModeStopped is Heartbeat.Mode in the last one of a gateway that is shut down.
 const ModeStopped = "stopped"
 
+// WithoutSpool is in Heartbeat.Without while the gateway cannot keep usage on disk as it should.
+const WithoutSpool = "spool"
+
 // Heartbeat is a gateway's sign of life.
 type Heartbeat struct {
 	Gateway        string // from the subject
@@ -48,8 +51,9 @@ type Heartbeat struct {
 	ClockOffset    time.Duration // the centre's clock less the gateway's, round trip taken out
 	ClockError     time.Duration // the offset is within this
 	ClockKnown     bool
-	PendingReports uint64 // sealed and not yet acknowledged
-	Version        string // of weir
+	PendingReports uint64   // sealed and not yet acknowledged
+	Version        string   // of weir
+	Without        []string // what it does without: WithoutSpool
 }
 
 // ClockReply carries the two middle timestamps of a clock measurement, by the centre's clock.

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"reflect"
 	"strings"
 	"sync"
 	"testing"
@@ -148,7 +149,7 @@ func TestCastInParts(t *testing.T) {
 func TestHeartbeats(t *testing.T) {
 	c := &centre{beats: make(chan schemas.Heartbeat, 10)}
 	gateway, _, _ := serve(t, c)
-	want := schemas.Heartbeat{Gateway: "g1", Boot: "b", SentAt: time.Unix(1, 2).UTC(), Mode: "synced", ClockKnown: true, ClockOffset: -2500 * time.Millisecond, PendingReports: 7}
+	want := schemas.Heartbeat{Gateway: "g1", Boot: "b", SentAt: time.Unix(1, 2).UTC(), Mode: "synced", ClockKnown: true, ClockOffset: -2500 * time.Millisecond, PendingReports: 7, Without: []string{schemas.WithoutSpool}}
 	b, err := schemas.EncodeHeartbeat(&want)
 	if err != nil {
 		t.Fatal(err)
@@ -158,7 +159,7 @@ func TestHeartbeats(t *testing.T) {
 	}
 	select {
 	case got := <-c.beats:
-		if got != want {
+		if !reflect.DeepEqual(got, want) {
 			t.Errorf("heartbeat %+v, want %+v", got, want)
 		}
 	case <-time.After(patient):

@@ -66,7 +66,8 @@ func (c Config) withDefaults() Config {
 type Status struct {
 	Mode          string // synced, stale, isolated, floor or local
 	PolicyVersion uint64
-	Pending       uint64 // reports sealed and not yet acknowledged
+	Pending       uint64   // reports sealed and not yet acknowledged
+	Without       []string // what the gateway does without: schemas.WithoutSpool
 }
 
 // queue is how many messages may wait to be applied. What does not fit is dropped, noticed and asked for.
@@ -291,7 +292,7 @@ func (f *Feed) say(s Status) {
 		return
 	}
 	h := &schemas.Heartbeat{Gateway: f.cfg.Gateway, Boot: f.cfg.Boot, SentAt: f.cfg.Now(), PolicyVersion: s.PolicyVersion,
-		Mode: s.Mode, PendingReports: s.Pending, Version: f.cfg.Version}
+		Mode: s.Mode, PendingReports: s.Pending, Version: f.cfg.Version, Without: s.Without}
 	h.ClockOffset, h.ClockError, h.ClockKnown = f.Clock()
 	b, err := schemas.EncodeHeartbeat(h)
 	if err == nil {

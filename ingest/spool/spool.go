@@ -869,6 +869,13 @@ func (s *Spool) Bytes() int64 {
 	return s.bytes
 }
 
+// Troubled says that it is full, cannot write, or holds files of a newer weir: what waits is not all on disk, or will not go.
+func (s *Spool) Troubled() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return len(s.trouble) > 0
+}
+
 // note tells of trouble once, when it begins and when it ends.
 func (s *Spool) note(what string, err error) {
 	s.mu.Lock()

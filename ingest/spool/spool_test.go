@@ -458,7 +458,7 @@ func TestFullSpool(t *testing.T) {
 	if size != s.Bytes() || size > 1<<20+64<<10 || testutil.ToFloat64(m.Bytes) != float64(size) {
 		t.Errorf("%d bytes on disk, %d known, %v shown", size, s.Bytes(), testutil.ToFloat64(m.Bytes))
 	}
-	if n := strings.Count(out.String(), "level=ERROR"); n != 1 || testutil.ToFloat64(m.Degraded) != 1 {
+	if n := strings.Count(out.String(), "level=ERROR"); n != 1 || testutil.ToFloat64(m.Degraded) != 1 || !s.Troubled() {
 		t.Errorf("told %d times with degraded %v, want once and 1:\n%s", n, testutil.ToFloat64(m.Degraded), out.String())
 	}
 	all := len(s.unsent)

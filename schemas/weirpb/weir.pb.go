@@ -746,6 +746,7 @@ type Heartbeat struct {
 	ClockKnown     bool                   `protobuf:"varint,7,opt,name=clock_known,json=clockKnown,proto3" json:"clock_known,omitempty"`
 	PendingReports uint64                 `protobuf:"varint,8,opt,name=pending_reports,json=pendingReports,proto3" json:"pending_reports,omitempty"` // sealed and not yet acknowledged
 	Version        string                 `protobuf:"bytes,9,opt,name=version,proto3" json:"version,omitempty"`                                      // of weir
+	Without        []string               `protobuf:"bytes,10,rep,name=without,proto3" json:"without,omitempty"`                                     // what it does without: spool
 	unknownFields  protoimpl.UnknownFields
 	sizeCache      protoimpl.SizeCache
 }
@@ -841,6 +842,13 @@ func (x *Heartbeat) GetVersion() string {
 		return x.Version
 	}
 	return ""
+}
+
+func (x *Heartbeat) GetWithout() []string {
+	if x != nil {
+		return x.Without
+	}
+	return nil
 }
 
 // ClockReply answers an empty request on weir.clock.v1.
@@ -1118,7 +1126,7 @@ const file_weir_v1_weir_proto_rawDesc = "" +
 	"\x05level\x18\t \x01(\x12R\x05level\x12\x18\n" +
 	"\agranted\x18\n" +
 	" \x01(\x04R\agranted\x12\x14\n" +
-	"\x05grant\x18\v \x01(\x04R\x05grant\"\xaa\x02\n" +
+	"\x05grant\x18\v \x01(\x04R\x05grant\"\xc4\x02\n" +
 	"\tHeartbeat\x12\x12\n" +
 	"\x04boot\x18\x01 \x01(\tR\x04boot\x12\x1c\n" +
 	"\n" +
@@ -1130,7 +1138,9 @@ const file_weir_v1_weir_proto_rawDesc = "" +
 	"\vclock_known\x18\a \x01(\bR\n" +
 	"clockKnown\x12'\n" +
 	"\x0fpending_reports\x18\b \x01(\x04R\x0ependingReports\x12\x18\n" +
-	"\aversion\x18\t \x01(\tR\aversion\"F\n" +
+	"\aversion\x18\t \x01(\tR\aversion\x12\x18\n" +
+	"\awithout\x18\n" +
+	" \x03(\tR\awithout\"F\n" +
 	"\n" +
 	"ClockReply\x12\x1f\n" +
 	"\vreceived_ns\x18\x01 \x01(\x12R\n" +

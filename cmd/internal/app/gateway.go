@@ -84,16 +84,24 @@ func NewGateway(cfg GatewayConfig, policy *Policy, nc *nats.Conn, m *Metrics, st
 	}
 	counting := ingest.Config{PolicyVersion: policy.Version, Clock: cfg.Clock, MaxPayload: nc.MaxPayload,
 		PublishTimeout: publishTimeout}
+	without := func() []string { return nil }
 	if cfg.Data != "" {
 		kept, err := spool.Open(spool.Config{MaxBytes: cfg.SpoolMax}, spoolDir(cfg.Data, cfg.Name), cfg.Name, g.Boot, log, m.spool)
 		switch {
 		case err == nil:
 			counting.Spool, counting.DrainTimeout = kept, drainTimeout
+			without = func() []string {
+				if kept.Troubled() {
+					return []string{schemas.WithoutSpool}
+				}
+				return nil
+			}
 			stack.Defer("spool of "+cfg.Name, kept.Close)
 		case errors.Is(err, spool.ErrInUse):
 			return nil, fmt.Errorf("gateway %s: %w", cfg.Name, err)
 		default: // requests matter more
 			m.spool.Degraded.Inc()
+			without = func() []string { return []string{schemas.WithoutSpool} }
 			log.Error("usage waits in memory only: a kill loses what is not in the stream yet, and what is in the spool stays there", "err", err)
 		}
 	}
@@ -105,7 +113,7 @@ func NewGateway(cfg GatewayConfig, policy *Policy, nc *nats.Conn, m *Metrics, st
 	feed, err := natsfeed.New(natsfeed.Config{Gateway: cfg.Name, Boot: g.Boot, Version: obs.Version(), FleetFile: fleetFile, Silent: g.enforcer.Descend, Now: cfg.Now},
 		nc, apply, func() natsfeed.Status {
 			pending, _ := g.reporter.Pending()
-			return natsfeed.Status{Mode: g.enforcer.Mode(), PolicyVersion: policy.Version(), Pending: uint64(pending)}
+			return natsfeed.Status{Mode: g.enforcer.Mode(), PolicyVersion: policy.Version(), Pending: uint64(pending), Without: without()}
 		}, m.feed, base)
 	if err != nil {
 		return nil, err
