@@ -1,11 +1,17 @@
 package clickhouse
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"net"
+	"net/http"
+	"net/http/httptest"
+	"net/http/httputil"
+	"net/url"
 	"strings"
 	"testing"
 	"time"
@@ -321,6 +327,46 @@ func TestErrorsAreOneClearTypedLine(t *testing.T) {
 }
 
 // What the server refuses for good is named; what may pass comes again.
+// A user that may not look at disks is told whether the server answers, no more.
+func TestPingWithoutARightToSeeDisks(t *testing.T) {
+	server := embeddedtest.ClickHouse(t)
+	to, err := url.Parse(server.URL())
+	if err != nil {
+		t.Fatal(err)
+	}
+	refused := 0
+	pass := httputil.NewSingleHostReverseProxy(&url.URL{Scheme: to.Scheme, Host: to.Host})
+	through := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		body, err := io.ReadAll(r.Body)
+		if err != nil {
+			t.Error(err)
+		}
+		if strings.Contains(r.URL.RawQuery+string(body), "system.disks") {
+			refused++
+			w.Header().Set("X-ClickHouse-Exception-Code", "497")
+			http.Error(w, "Code: 497. DB::Exception: weir: Not enough privileges. (ACCESS_DENIED)", http.StatusForbidden)
+			return
+		}
+		r.Body = io.NopCloser(bytes.NewReader(body))
+		pass.ServeHTTP(w, r)
+	}))
+	t.Cleanup(through.Close)
+	s, err := Open(strings.Replace(server.URL(), to.Host, strings.TrimPrefix(through.URL, "http://"), 1), embeddedtest.Log(t))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = s.Close() })
+	if err := s.Ping(t.Context()); err != nil || refused != 1 {
+		t.Errorf("Ping = %v after %d refused questions, want nil after 1", err, refused)
+	}
+	if err := server.Kill(); err != nil {
+		t.Fatal(err)
+	}
+	if err := s.Ping(t.Context()); err == nil {
+		t.Error("Ping = nil of a server that is gone")
+	}
+}
+
 func TestRefusedForGoodAndTooManyParts(t *testing.T) {
 	s := fresh(t)
 	run(t, s, "ALTER TABLE usage ADD CONSTRAINT no_devil CHECK tenant != 'devil'")

@@ -39,11 +39,11 @@ const (
 
 // BenchmarkDecision measures what a decision costs while parts behind the gateway are dead, hung or slow, against all up: the guard
 // of a real gateway in this process, from a request to the answer with its headers, counted in its spool, and no network. Short
-// measurements of both take turns, so that whatever else this machine does is in both. p99 is that of all decisions; "usual" compares
-// the medians of the p99 of 20 ms each, which a moment in which this process did not run is no part of. It fails when that is more
-// than twice as much with a part away, never because it was slow.
+// measurements of both take turns, so that whatever else this machine does is in both. p99 is that of all decisions, against that of
+// all decisions with all up; "usual" compares the medians of the p99 of 20 ms each, which a moment in which this process did not run is
+// no part of. It fails when that is more than twice as much with a part away, never because it was slow.
 //
-//	go test -run '^$' -bench Decision -benchtime 5x ./cmd/e2e
+//	go test -run '^$' -bench Decision -benchtime 10x -timeout 60m ./cmd/e2e
 func BenchmarkDecision(b *testing.B) {
 	r := newRig(b, rig.Config{})
 	g := newDecider(b, r)
@@ -57,7 +57,8 @@ func BenchmarkDecision(b *testing.B) {
 		}
 	}
 	type condition struct{ part, way string }
-	up, away := map[condition]*taken{}, map[condition]*taken{}
+	var up taken
+	away := map[condition]*taken{}
 	var order []condition
 	for range b.N {
 		for _, part := range []string{rig.NATS, rig.Redis, rig.ClickHouse, rig.Aggregator, rig.Alerter} {
@@ -76,10 +77,10 @@ func BenchmarkDecision(b *testing.B) {
 				c := condition{part, w.name}
 				if !slices.Contains(order, c) {
 					order = append(order, c)
-					up[c], away[c] = &taken{}, &taken{}
+					away[c] = &taken{}
 				}
 				g.awaitWell(b)
-				g.measure(b, up[c])
+				g.measure(b, &up)
 				if err := w.begin(); err != nil {
 					b.Fatal(err)
 				}
@@ -91,17 +92,19 @@ func BenchmarkDecision(b *testing.B) {
 					b.Fatal(err)
 				}
 				g.awaitWell(b)
-				g.measure(b, up[c])
+				g.measure(b, &up)
 			}
 		}
 	}
 	us := func(d time.Duration) float64 { return float64(d) / float64(time.Microsecond) }
-	fmt.Printf("\n%-10s %-5s %10s %10s %10s %10s %7s %7s\n", "part", "is", "p50 up", "p50 away", "p99 up", "p99 away", "ratio", "usual") // a benchmark keeps few lines of its log
+	up99 := up.percentile(99)
+	fmt.Printf("\n%-10s %-5s %10s %10s %7s %7s\n", "part", "is", "p50", "p99", "ratio", "usual") // a benchmark keeps few lines of its log
+	fmt.Printf("%-10s %-5s %8.2fµs %8.2fµs\n", "all", "up", us(up.percentile(50)), us(up99))
 	for _, c := range order {
-		u, a := up[c], away[c]
-		u99, a99 := percentile(u.all, 99), percentile(a.all, 99)
-		ratio, usual := float64(a99)/float64(u99), float64(percentile(a.p99, 50))/float64(percentile(u.p99, 50))
-		fmt.Printf("%-10s %-5s %8.2fµs %8.2fµs %8.2fµs %8.2fµs %7.2f %7.2f\n", c.part, c.way, us(percentile(u.all, 50)), us(percentile(a.all, 50)), us(u99), us(a99), ratio, usual)
+		a := away[c]
+		a99 := a.percentile(99)
+		ratio, usual := float64(a99)/float64(up99), float64(percentile(a.p99, 50))/float64(percentile(up.p99, 50))
+		fmt.Printf("%-10s %-5s %8.2fµs %8.2fµs %7.2f %7.2f\n", c.part, c.way, us(a.percentile(50)), us(a99), ratio, usual)
 		b.ReportMetric(ratio, c.part+"-"+c.way+"-p99/up")
 		if usual > 2 {
 			b.Errorf("%s is %s: the p99 of a decision is %.1f times that with all up", c.part, c.way, usual)
@@ -111,8 +114,21 @@ func BenchmarkDecision(b *testing.B) {
 
 // taken is how long decisions took.
 type taken struct {
-	all []time.Duration
+	all [1 << 17]uint64 // decisions by nanoseconds; those that took longer are in the last
 	p99 []time.Duration // of each measurement
+}
+
+func (t *taken) percentile(p uint64) time.Duration {
+	var all, sum uint64
+	for _, n := range t.all {
+		all += n
+	}
+	for ns, n := range t.all {
+		if sum += n; sum*100 >= all*p {
+			return time.Duration(ns)
+		}
+	}
+	return 0
 }
 
 // decider is a gateway in this process beside the rig's own, with the same way to NATS.
@@ -194,7 +210,9 @@ func (d *decider) measure(b *testing.B, into *taken) {
 			}
 		}
 		made += len(times)
-		into.all = append(into.all, times...)
+		for _, t := range times {
+			into.all[min(max(t, 0), time.Duration(len(into.all)-1))]++
+		}
 		into.p99 = append(into.p99, percentile(times, 99))
 	}
 	if made > 100*decisionTenants && (refused < made/12 || refused > made/8) {
