@@ -143,7 +143,7 @@ func Grant(l Limit, levelMicros int64, parts []Part, lasting time.Duration, last
 		if p.RateNanos > 0 {
 			block := min(max(mulDiv(min(p.RateNanos, l.RateNanos), lasting.Milliseconds(), 1000)/1e9, 1), max(l.Burst, 1))
 			s.Burst = max(block, min((p.HeldMicros+999_999)/1e6, 2*block))
-			if need := block - p.HeldMicros/1e6; need > 0 && p.left() <= block*1e6/2 {
+			if need := block - p.HeldMicros/1e6; need > 0 && p.left() <= block*1e6/4*3 { // the rest lasts for longer than a centre that is gone is waited for
 				hungry = append(hungry, hunger{part: i, need: need, left: p.left()})
 				lack += need
 			}

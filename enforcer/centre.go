@@ -95,7 +95,7 @@ func (e *Enforcer) Apply(u Update) {
 	} else {
 		e.heard.Store(now)
 		e.storeUntil.Store(now + int64(ttl))
-		e.grantsUntil.Store(now + int64(ttl/2))
+		e.grantsUntil.Store(now + int64(ttl/4))
 	}
 	v := e.view.Load()
 	if u.Gateways > 0 {
@@ -154,8 +154,8 @@ func (c *share) take(s *schemas.Share) int64 {
 	return int64(min(n, bucket.MaxBurst))
 }
 
-// until returns the instant until which a share holds. One without a rate lives by grants, of which many come in a second or none:
-// it does not wait as long for them.
+// until returns the instant until which a share holds. One without a rate lives by grants, and they last less than a second: it
+// does not wait as long for more.
 func (e *Enforcer) until(c *share) int64 {
 	if c.given.Rate.Num == 0 {
 		return min(e.freshUntil.Load(), e.grantsUntil.Load())
