@@ -297,7 +297,14 @@ func (s *Store) putMissingReports(ctx context.Context, tok string, items []schem
 	return insert(ctx, s, reportsTable, tok+"-"+rand.Text(), left)
 }
 
-// certain says that no attempt was made before at the batch in hand: not after one that failed, and not after a start.
+// Doubt tells that the next batch may have been tried before, by another process: it is looked for as after a failure.
+func (s *Store) Doubt() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.sure = false
+}
+
+// certain says that no attempt was made before at the batch in hand: not after one that failed, after a start, or in doubt.
 func (s *Store) certain() bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
