@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"net"
 	"net/http"
 	"net/http/httptest"
@@ -336,6 +337,7 @@ func TestPingWithoutARightToSeeDisks(t *testing.T) {
 	}
 	refused := 0
 	pass := httputil.NewSingleHostReverseProxy(&url.URL{Scheme: to.Scheme, Host: to.Host})
+	pass.ErrorLog = slog.NewLogLogger(slog.DiscardHandler, slog.LevelError)
 	through := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		body, err := io.ReadAll(r.Body)
 		if err != nil {

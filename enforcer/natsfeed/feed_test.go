@@ -272,7 +272,9 @@ func newFeed(t *testing.T, cfg Config, nc *nats.Conn, apply func(schemas.Throttl
 	return f
 }
 
-func isSynced() Status { return Status{Mode: enforcer.Synced, PolicyVersion: 77, Pending: 3, Without: []string{"sleep"}} }
+func isSynced() Status {
+	return Status{Mode: enforcer.Synced, PolicyVersion: 77, Pending: 3, Without: []string{"sleep"}}
+}
 
 func TestASnapshotIsAskedForUntilItIsAnswered(t *testing.T) {
 	srv := embeddedtest.NATS(t)
