@@ -191,7 +191,7 @@ func random(t *rapid.T) *Report {
 	at := func(name string) time.Time {
 		return arrived.Add(time.Duration(rapid.Int64Range(-int64(MaxBehind), int64(MaxAhead)).Draw(t, name)))
 	}
-	r := &Report{Gateway: "gw-1", Boot: rapid.StringMatching(`[0-9A-Za-z_-]{1,64}`).Draw(t, "boot"), Seq: rapid.Uint64Min(1).Draw(t, "seq"), PolicyVersion: rapid.Uint64().Draw(t, "policy")}
+	r := &Report{Gateway: "gw-1", Boot: rapid.StringMatching(`[0-9A-Za-z_-]{1,64}`).Draw(t, "boot"), Seq: rapid.Uint64Range(1, MaxCount).Draw(t, "seq"), PolicyVersion: rapid.Uint64().Draw(t, "policy")}
 	if rapid.Bool().Draw(t, "sealed") {
 		r.SealedAt = at("sealed_at")
 	}
@@ -306,6 +306,7 @@ func TestBadReports(t *testing.T) {
 		{"boot missing", subject, ContentJSON, `{"seq":1}`, ReasonInvalid, "boot"},
 		{"boot with a dot", subject, ContentJSON, `{"boot":"a.b","seq":1}`, ReasonInvalid, "boot"},
 		{"seq missing", subject, ContentJSON, `{"boot":"b"}`, ReasonInvalid, "seq"},
+		{"seq beyond all that were sealed", subject, ContentJSON, `{"boot":"b","seq":9007199254740992}`, ReasonInvalid, "seq"},
 		{"seq negative", subject, ContentJSON, `{"boot":"b","seq":-1}`, ReasonMalformed, ""},
 		{"tenant too long", subject, ContentJSON, entry(`{"ts":"2026-11-29T10:00:00Z","tenant":"` + long + `","route":"r"}`), ReasonInvalid, "usage[1].tenant"},
 		{"rejected by nobody", subject, ContentJSON, entry(`{` + good + `,"rejected":1}`), ReasonInvalid, "usage[1].rule"},

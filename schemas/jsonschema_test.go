@@ -80,6 +80,9 @@ func TestSchemaHasTheFieldsOfTheCode(t *testing.T) {
 	if got := defs["count"].(object)["maximum"].(float64); uint64(got) != MaxCount {
 		t.Errorf("largest count is %v, want %d", got, uint64(MaxCount))
 	}
+	if got := s["properties"].(object)["seq"].(object)["maximum"].(float64); uint64(got) != MaxCount {
+		t.Errorf("largest seq is %v, want %d", got, uint64(MaxCount))
+	}
 	if got := defs["text"].(object)["maxLength"].(float64); got != MaxTextBytes {
 		t.Errorf("longest text is %v, want %d", got, MaxTextBytes)
 	}

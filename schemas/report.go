@@ -15,7 +15,7 @@ import (
 const (
 	MaxReportBytes = 1 << 20             // a body of more is refused
 	MaxTextBytes   = 256                 // tenant, route, rule, key and other texts, which have no control characters
-	MaxCount       = math.MaxInt64 >> 10 // requests or tokens in one entry
+	MaxCount       = math.MaxInt64 >> 10 // requests or tokens in one entry, reports of a boot
 	MaxAhead       = 24 * time.Hour      // a timestamp may be this far after arrival
 	MaxBehind      = 366 * 24 * time.Hour
 )
@@ -116,6 +116,9 @@ func (r *Report) Validate(arrived time.Time) error {
 	}
 	if r.Seq == 0 {
 		return invalid("seq", "is 0 or missing, want 1 or more")
+	}
+	if r.Seq > MaxCount { // nobody has sealed so many
+		return invalid("seq", "is %d, want at most %d", r.Seq, uint64(MaxCount))
 	}
 	for i := range r.Usage {
 		if r.Usage[i].validate("", arrived) != nil { // its path only where it is wanted: this is most of a history's input

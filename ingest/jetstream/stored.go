@@ -122,7 +122,7 @@ func (k *Marks) Settled(stream string, last uint64, buried []Buried) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	for _, b := range buried {
-		if gateway, err := schemas.Gateway(schemas.UsagePrefix, b.Subject); err == nil && b.Seq > 0 && schemas.ValidName(b.Boot) == nil {
+		if gateway, err := schemas.Gateway(schemas.UsagePrefix, b.Subject); err == nil && b.Seq > 0 && b.Seq <= schemas.MaxCount && schemas.ValidName(b.Boot) == nil {
 			k.add(gateway, b.Boot, b.Seq)
 		}
 	}
