@@ -30,8 +30,8 @@ func dlqCommand() *cobra.Command {
 	}
 	cmd.AddCommand(dlqListCommand(), dlqShowCommand(),
 		dlqEachCommand("replay", "Publish messages again where they came from, and take them out",
-			`A letter is taken out once its message is stored in the stream again. However often that is repeated, its usage is counted once. A
-message that still cannot be taken comes back as a new dead letter.`, func(d *jetstream.DeadLetters, cmd *cobra.Command, id uint64) error {
+			`A letter is taken out once its message is stored in the stream again. However often that is repeated, and by however many at once, its
+usage is counted once. A message that still cannot be taken comes back as a new dead letter.`, func(d *jetstream.DeadLetters, cmd *cobra.Command, id uint64) error {
 				return d.Replay(cmd.Context(), id)
 			}),
 		dlqEachCommand("drop", "Take messages out for good", "What is dropped is gone.",
@@ -204,7 +204,7 @@ func dlqEachCommand(name, short, long string, do func(*jetstream.DeadLetters, *c
 						ids = append(ids, l.ID)
 					}
 				}
-				return eachLetter(cmd, &b, d, name, ids, do)
+				return eachLetter(cmd, &b, d, name, ids, all, do)
 			})
 		},
 	}
@@ -226,16 +226,23 @@ func checkReason(reason string) error {
 type letterResult struct {
 	ID    uint64 `json:"id"`
 	Done  bool   `json:"done"`
+	Gone  bool   `json:"gone,omitempty"` // somebody else took it out after --all had listed it
 	Error string `json:"error,omitempty"`
 }
 
-func eachLetter(cmd *cobra.Command, b *letterBox, d *jetstream.DeadLetters, name string, ids []uint64, do func(*jetstream.DeadLetters, *cobra.Command, uint64) error) error {
+func eachLetter(cmd *cobra.Command, b *letterBox, d *jetstream.DeadLetters, name string, ids []uint64, all bool, do func(*jetstream.DeadLetters, *cobra.Command, uint64) error) error {
 	results := make([]letterResult, len(ids))
 	var failed error
-	done := 0
+	done, gone := 0, 0
 	for i, id := range ids {
 		results[i] = letterResult{ID: id, Done: true}
-		if err := do(d, cmd, id); err != nil {
+		err := do(d, cmd, id)
+		if all && errors.Is(err, jetstream.ErrNoLetter) {
+			results[i] = letterResult{ID: id, Gone: true}
+			gone++
+			continue
+		}
+		if err != nil {
 			results[i] = letterResult{ID: id, Error: err.Error()}
 			failed = err
 			if app.Unreachable(err) || cmd.Context().Err() != nil {
@@ -248,11 +255,15 @@ func eachLetter(cmd *cobra.Command, b *letterBox, d *jetstream.DeadLetters, name
 	}
 	if err := b.out.write(cmd.OutOrStdout(), results, func(w io.Writer) {
 		for _, r := range results {
-			if !r.Done {
+			if r.Error != "" {
 				text.Printf(w, "%d\t%s\n", r.ID, r.Error)
 			}
 		}
-		text.Printf(w, "%s: %d of %d letters\n", name, done, len(ids))
+		text.Printf(w, "%s: %d of %d letters", name, done, len(ids))
+		if gone > 0 {
+			text.Printf(w, ", %d were gone already", gone)
+		}
+		fmt.Fprintln(w)
 	}); err != nil {
 		return err
 	}

@@ -1,7 +1,9 @@
 package jetstream
 
 import (
+	"bytes"
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"strconv"
@@ -10,9 +12,11 @@ import (
 
 	"github.com/nats-io/nats.go"
 	"github.com/nats-io/nats.go/jetstream"
+	"google.golang.org/protobuf/proto"
 
 	"github.com/weirhq/weir/internal/natsx"
 	"github.com/weirhq/weir/schemas"
+	"github.com/weirhq/weir/schemas/weirpb"
 )
 
 // DeadLetter is a message that somebody would not take, as it came, and why.
@@ -91,40 +95,59 @@ func (d *DeadLetters) List(ctx context.Context, reason string, n int) ([]DeadLet
 	if reason == "" {
 		reason = "*"
 	}
-	if _, err := d.stream(ctx); err != nil {
+	all := []DeadLetter{}
+	_, err := d.read(ctx, jetstream.OrderedConsumerConfig{FilterSubjects: []string{schemas.DeadPrefix + reason}, HeadersOnly: true}, n, 500,
+		func(l *DeadLetter) { all = append(all, *l) })
+	if err != nil {
 		return nil, err
 	}
-	all := []DeadLetter{}
-	c, err := d.js.OrderedConsumer(ctx, schemas.DeadStream, jetstream.OrderedConsumerConfig{FilterSubjects: []string{schemas.DeadPrefix + reason}, HeadersOnly: true})
+	return all, nil
+}
+
+// Each calls f with the oldest letters and their bodies, at most n of them, and returns how many more there are.
+func (d *DeadLetters) Each(ctx context.Context, n int, f func(*DeadLetter)) (more uint64, err error) {
+	const atOnce = 32 // a body has up to the server's max_payload
+	return d.read(ctx, jetstream.OrderedConsumerConfig{FilterSubjects: []string{schemas.DeadPrefix + "*"}}, n, atOnce, f)
+}
+
+func (d *DeadLetters) read(ctx context.Context, cfg jetstream.OrderedConsumerConfig, n, atOnce int, f func(*DeadLetter)) (more uint64, err error) {
+	if _, err := d.stream(ctx); err != nil {
+		return 0, err
+	}
+	c, err := d.js.OrderedConsumer(ctx, schemas.DeadStream, cfg)
 	if err != nil {
-		return nil, fmt.Errorf("list dead letters: %w", err)
+		return 0, fmt.Errorf("list dead letters: %w", err)
 	}
 	left := c.CachedInfo().NumPending
-	messages, err := c.Messages()
+	messages, err := c.Messages(jetstream.PullMaxMessages(atOnce))
 	if err != nil {
-		return nil, fmt.Errorf("list dead letters: %w", err)
+		return 0, fmt.Errorf("list dead letters: %w", err)
 	}
 	defer messages.Stop()
-	for ; left > 0 && len(all) < n; left-- {
+	for ; left > 0 && n > 0; left, n = left-1, n-1 {
 		msg, err := messages.Next(jetstream.NextContext(ctx))
 		if err != nil {
-			return nil, fmt.Errorf("list dead letters: %w", err)
+			return 0, fmt.Errorf("list dead letters: %w", err)
 		}
 		meta, err := msg.Metadata()
 		if err != nil {
-			return nil, fmt.Errorf("list dead letters: %w", err)
+			return 0, fmt.Errorf("list dead letters: %w", err)
 		}
 		l := letter(msg.Subject(), msg.Headers())
 		l.ID, l.Time = meta.Sequence.Stream, meta.Timestamp.UTC()
-		if l.Bytes == 0 {
+		switch {
+		case !cfg.HeadersOnly:
+			l.Body = msg.Data()
+			l.Bytes = max(l.Bytes, len(l.Body))
+		case l.Bytes == 0:
 			l.Bytes, _ = strconv.Atoi(msg.Headers().Get("Nats-Msg-Size"))
 		}
-		all = append(all, l)
+		f(&l)
 		if meta.NumPending == 0 {
-			break // some were removed while we read
+			return 0, nil // some may have been removed while we read
 		}
 	}
-	return all, nil
+	return left, nil
 }
 
 // Get returns one letter with its body.
@@ -163,10 +186,102 @@ func (l *DeadLetter) Report() (*schemas.Report, error) {
 	return schemas.DecodeReport(l.Subject, l.ContentType, l.Body, l.Arrived)
 }
 
-// Replay publishes a letter's body where it came from, and takes the letter out once the stream has stored that. A replay that
-// died between the two is repeated: the stream has the report twice then, and the history, which knows reports by their names,
-// once. The message has no id, which anybody who may publish there could have used up beforehand. A message that still cannot
-// be taken becomes a new letter, with a number of its own.
+// Claim is what a letter says of the report in it, whatever is wrong with that. Nothing of it is checked but whose it is.
+type Claim struct {
+	Gateway  string // of the subject, which is the only one that it could publish to; empty when that names none
+	Boot     string // with Seq, which of the gateway's reports it is; empty when it does not say
+	Seq      uint64
+	Requests uint64
+	Counted  bool // Requests is known
+}
+
+// Claim reads as much of the body as can be read.
+func (l *DeadLetter) Claim() Claim {
+	var c Claim
+	if bytes.HasPrefix(bytes.TrimSpace(l.Body), []byte("{")) {
+		c = claimOfJSON(l.Body)
+	} else {
+		c = claimOfProto(l.Body)
+	}
+	c.Gateway, _ = schemas.Gateway(schemas.UsagePrefix, l.Subject) // an empty one is no gateway's
+	if c.Seq == 0 || schemas.ValidName(c.Boot) != nil {
+		c.Boot, c.Seq = "", 0
+		c.Counted = c.Counted && c.Requests > 0 // it may be no report at all
+	}
+	return c
+}
+
+func claimOfProto(body []byte) (c Claim) {
+	var p weirpb.Report
+	c.Counted = proto.Unmarshal(body, &p) == nil
+	c.Boot, c.Seq = p.Boot, p.Seq // they come first, and are there though what follows cannot be read
+	for _, u := range p.Usage {
+		c.count(u.Allowed, u.Rejected)
+	}
+	return c
+}
+
+// claimOfJSON reads an object as far as it goes. Of a name that is there twice it knows nothing.
+func claimOfJSON(body []byte) (c Claim) {
+	d := json.NewDecoder(bytes.NewReader(body))
+	if _, err := d.Token(); err != nil {
+		return c
+	}
+	seen := map[string]bool{}
+	c.Counted = true
+	for d.More() {
+		token, err := d.Token()
+		key, ok := token.(string)
+		if err != nil || !ok {
+			c.Counted = false
+			return c
+		}
+		if key = strings.ToLower(key); seen[key] { // as the decoder of reports does
+			return Claim{}
+		}
+		seen[key] = true
+		var into any = new(json.RawMessage)
+		var usage []struct{ Allowed, Rejected uint64 }
+		switch key {
+		case "boot":
+			into = &c.Boot
+		case "seq":
+			into = &c.Seq
+		case "usage":
+			into = &usage
+		}
+		var wrong *json.UnmarshalTypeError
+		if err := d.Decode(into); errors.As(err, &wrong) {
+			c.Counted = c.Counted && key != "usage"
+		} else if err != nil {
+			c.Counted = false
+			return c
+		}
+		for _, u := range usage {
+			c.count(u.Allowed, u.Rejected)
+		}
+	}
+	if _, err := d.Token(); err != nil { // it was cut
+		c.Counted = false
+	}
+	return c
+}
+
+// count adds requests, unless there are more than there can be.
+func (c *Claim) count(allowed, rejected uint64) {
+	if allowed > schemas.MaxCount || rejected > schemas.MaxCount || c.Requests+allowed+rejected > schemas.MaxCount {
+		c.Counted = false
+		return
+	}
+	c.Requests += allowed + rejected
+}
+
+// Replay publishes a letter's body where it came from, and takes the letter out once the stream has stored that: killed between
+// the two, nothing is lost, as it would be the other way about. The message's id is the letter's, so that of several who replay
+// a letter at once, or again after such a death, one is stored and the others hear which it was: a message that still cannot be
+// taken becomes one new letter, with a number of its own, not several. Ids are everybody's, and who may publish there could have
+// used this one up: the letter goes only when what is stored under its id is its message, which otherwise is stored without an
+// id. Outside the stream's duplicate window it may be there twice; the history knows reports by their names and counts one.
 func (d *DeadLetters) Replay(ctx context.Context, id uint64) error {
 	l, err := d.Get(ctx, id)
 	if err != nil {
@@ -175,19 +290,41 @@ func (d *DeadLetters) Replay(ctx context.Context, id uint64) error {
 	if l.Truncated {
 		return fmt.Errorf("replay dead letter %d: %w (%d of %d bytes)", id, ErrTruncated, len(l.Body), l.Bytes)
 	}
-	msg := &nats.Msg{Subject: l.Subject, Data: l.Body, Header: nats.Header{}}
-	if l.ContentType != "" {
-		msg.Header.Set(headerContentType, l.ContentType)
-	}
-	ack, err := d.js.PublishMsg(ctx, msg, jetstream.WithExpectStream(l.Stream))
-	if err == nil && ack.Duplicate {
-		err = errors.New("the stream says that it is a duplicate and has not stored it")
-	}
-	if err != nil {
+	if err := d.publish(ctx, &l); err != nil {
 		return fmt.Errorf("replay dead letter %d to %s: %w", id, l.Subject, err)
 	}
 	return d.Drop(ctx, id)
 }
+
+// publish stores a letter's message where it came from, or finds that it has been.
+func (d *DeadLetters) publish(ctx context.Context, l *DeadLetter) error {
+	message := func() *nats.Msg {
+		msg := &nats.Msg{Subject: l.Subject, Data: l.Body, Header: nats.Header{}}
+		if l.ContentType != "" {
+			msg.Header.Set(headerContentType, l.ContentType)
+		}
+		return msg
+	}
+	ack, err := d.js.PublishMsg(ctx, message(), jetstream.WithExpectStream(l.Stream), jetstream.WithMsgID(l.replayID()))
+	if err != nil || !ack.Duplicate {
+		return err
+	}
+	s, err := d.js.Stream(ctx, ack.Stream)
+	if err != nil {
+		return err
+	}
+	switch there, err := s.GetMsg(ctx, ack.Sequence); {
+	case err == nil && there.Subject == l.Subject && bytes.Equal(there.Data, l.Body) && there.Header.Get(headerContentType) == l.ContentType:
+		return nil
+	case err != nil && !errors.Is(err, jetstream.ErrMsgNotFound):
+		return fmt.Errorf("look for the message that it is said to be a duplicate of: %w", err)
+	}
+	_, err = d.js.PublishMsg(ctx, message(), jetstream.WithExpectStream(l.Stream))
+	return err
+}
+
+// replayID is the letter's own, also if its stream was made anew and numbers begin again.
+func (l *DeadLetter) replayID() string { return fmt.Sprintf("dlq-%d-%d", l.ID, l.Time.UnixNano()) }
 
 // Drop takes a letter out for good. One that is gone already is no error.
 func (d *DeadLetters) Drop(ctx context.Context, id uint64) error {

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"sync"
 	"testing"
 
 	"github.com/nats-io/nats.go"
@@ -95,8 +96,8 @@ func TestDeadLetters(t *testing.T) {
 	}
 }
 
-// T5: the number of a letter can be guessed, and message ids are everybody's: a replay that goes by an id of its own making would be
-// taken for a duplicate of what a gateway has published under it, and the letter would be gone.
+// T5: message ids are everybody's, and a letter's can be guessed: a replay that trusted its own would be taken for a duplicate of what a
+// gateway has published under it, and the letter would be gone.
 func TestT5ReplayIsNobodysDuplicate(t *testing.T) {
 	_, nc, js := start(t)
 	body, err := schemas.EncodeReport(report("b", 1, 1))
@@ -108,7 +109,11 @@ func TestT5ReplayIsNobodysDuplicate(t *testing.T) {
 	if _, err := js.PublishMsg(t.Context(), msg); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := js.Publish(t.Context(), schemas.UsagePrefix+"rogue", nil, jetstream.WithMsgID("dlq-1")); err != nil {
+	l, err := letters(t, nc).Get(t.Context(), 1)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := js.Publish(t.Context(), schemas.UsagePrefix+"rogue", nil, jetstream.WithMsgID(l.replayID())); err != nil {
 		t.Fatal(err)
 	}
 	if err := letters(t, nc).Replay(t.Context(), 1); err != nil {
@@ -138,5 +143,81 @@ func TestTruncatedLetterIsNotReplayed(t *testing.T) {
 	}
 	if n, dead := messages(t, js, schemas.UsageStream), messages(t, js, schemas.DeadStream); n != 0 || dead != 1 {
 		t.Errorf("%d reports and %d dead letters, want 0 and 1", n, dead)
+	}
+}
+
+// Whoever else replays a letter at the same time, or has died before he could take it out: its message is stored once, so that one
+// that still cannot be taken does not become several letters.
+func TestReplaysOfOneLetterAreOne(t *testing.T) {
+	_, nc, js := start(t)
+	const n = 20
+	for i := range n {
+		msg := &nats.Msg{Subject: schemas.DeadPrefix + schemas.ReasonMalformed, Data: fmt.Appendf(nil, "{%d", i%2), Header: nats.Header{
+			HeaderSubject: {schemas.UsagePrefix + "gw"}, HeaderStream: {schemas.UsageStream}, headerContentType: {schemas.ContentJSON}}}
+		if _, err := js.PublishMsg(t.Context(), msg); err != nil {
+			t.Fatal(err)
+		}
+	}
+	d := letters(t, nc)
+	first, err := d.Get(t.Context(), 1)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := d.publish(t.Context(), &first); err != nil { // and died
+		t.Fatal(err)
+	}
+	var all sync.WaitGroup
+	for range 4 {
+		all.Go(func() {
+			for id := uint64(1); id <= n; id++ {
+				if err := d.Replay(t.Context(), id); err != nil && !errors.Is(err, ErrNoLetter) {
+					t.Errorf("Replay %d = %v", id, err)
+				}
+			}
+		})
+	}
+	all.Wait()
+	if stored, dead := messages(t, js, schemas.UsageStream), messages(t, js, schemas.DeadStream); stored != n || dead != 0 {
+		t.Errorf("%d messages and %d letters, want %d and 0", stored, dead, n)
+	}
+}
+
+// A letter is told as far as it can be read, and its gateway is that of its subject.
+func TestClaimOfALetter(t *testing.T) {
+	const subject = schemas.UsagePrefix + "gw"
+	r := report("b", 7, 1)
+	r.Gateway = "other"
+	body, err := schemas.EncodeReport(r)
+	if err != nil {
+		t.Fatal(err)
+	}
+	whole := Claim{Gateway: "gw", Boot: "b", Seq: 7, Requests: r.Requests(), Counted: true}
+	cut := Claim{Gateway: "gw", Boot: "b", Seq: 7}
+	for name, c := range map[string]struct {
+		subject, body string
+		want          Claim
+	}{
+		"protobuf":               {subject, string(body), whole},
+		"protobuf, cut":          {subject, string(body[:len(body)-3]), cut},
+		"no gateway's":           {"weir.usage.v1.g!w", string(body), Claim{Boot: "b", Seq: 7, Requests: r.Requests(), Counted: true}},
+		"another gateway":        {subject, `{"gateway":"other","boot":"b","seq":7,"usage":[{"allowed":2,"rejected":3,"ts":"no time"}]}`, Claim{"gw", "b", 7, 5, true}},
+		"unknown field":          {subject, `{"BOOT":"b","what":{"seq":3},"seq":7,"usage":[{"allowed":2}],"more":[]}`, Claim{"gw", "b", 7, 2, true}},
+		"JSON, cut":              {subject, `{"boot":"b","seq":7,"usage":[{"allowed":2}`, cut},
+		"JSON, cut at the end":   {subject, `{"boot":"b","seq":7,"usage":[]`, cut},
+		"a wrong count":          {subject, `{"boot":"b","usage":[{"allowed":-2}],"seq":7}`, cut},
+		"a count too large":      {subject, `{"boot":"b","seq":7,"usage":[{"allowed":18446744073709551615}]}`, Claim{"gw", "b", 7, 0, false}},
+		"no boot":                {subject, `{"seq":7,"usage":[{"allowed":2}]}`, Claim{"gw", "", 0, 2, true}},
+		"a boot that is none":    {subject, `{"boot":"a'b","seq":7}`, Claim{Gateway: "gw"}},
+		"seq twice":              {subject, `{"boot":"b","seq":7,"seq":8,"usage":[{"allowed":2}]}`, Claim{Gateway: "gw"}},
+		"rubbish":                {subject, "rubbish", Claim{Gateway: "gw"}},
+		"rubbish in braces":      {subject, "{rubbish", Claim{Gateway: "gw"}},
+		"nothing":                {subject, "", Claim{Gateway: "gw"}},
+		"only the brace":         {subject, " {", Claim{Gateway: "gw"}},
+		"protobuf of no report":  {subject, "\x08\x01", Claim{Gateway: "gw"}},
+		"the largest of all seq": {subject, `{"boot":"b","seq":18446744073709551615}`, Claim{"gw", "b", 1<<64 - 1, 0, true}},
+	} {
+		if got := (&DeadLetter{Subject: c.subject, Body: []byte(c.body)}).Claim(); got != c.want {
+			t.Errorf("%s: Claim = %+v, want %+v", name, got, c.want)
+		}
 	}
 }
