@@ -139,7 +139,7 @@ func (s *Store) Marks(ctx context.Context, from, to time.Time, n int) ([]Mark, e
 	return out, err
 }
 
-// Unsealed is what a process that was killed had admitted and not sealed.
+// Unsealed is what a process had admitted and not sealed when it ended: it was killed, or could not keep it.
 type Unsealed struct {
 	Gateway, Boot string
 	Hour          time.Time // of the first of it

@@ -5,8 +5,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
+	"math"
 	"path/filepath"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/nats-io/nats.go"
@@ -23,7 +26,7 @@ import (
 const (
 	CauseInFlight = "in flight"              // it is in the stream, or reports come in just now: it will be there
 	CauseLate     = "late"                   // a gateway has it and has not published it
-	CauseRefused  = "refused"                // it is a dead letter: see weir dlq
+	CauseRefused  = "refused"                // it is a dead letter, whatever its reason: see weir dlq
 	CauseLost     = "lost"                   // nobody has it
 	CauseDoubled  = "doubled"                // it is there more than once
 	CauseHalf     = "doubled or half stored" // rows whose report is not stored
@@ -57,8 +60,9 @@ type Reconciliation struct {
 	Killed      []Untold     `json:"killed,omitempty"`
 }
 
-// Untold is no difference, for nothing of it was ever told to Redis: a process was killed, and the requests that it had admitted and not
-// sealed are in the ledger, but the tokens that its buckets gave after their last report are in none. They are at most Tokens of all
+// Untold is no difference, for nothing of it was ever told to Redis: a process ended, killed or with nowhere to keep it, before it had
+// sealed all that it counted. These requests are in the ledger, for the next process sealed them, but the tokens that its buckets gave
+// after their last report are in none. They are at most Tokens of all
 // buckets that these requests took from under one rule.
 type Untold struct {
 	Gateway string    `json:"gateway"`
@@ -112,11 +116,11 @@ func Reconcile(ctx context.Context, b Books, from, to time.Time) (Reconciliation
 		return r, err
 	}
 	r.Requests = total.Requests
-	known, err := b.unstored(ctx)
+	known, err := b.outside(ctx, r.From, r.To)
 	if err != nil {
 		return r, err
 	}
-	for _, compare := range []func(context.Context, *Reconciliation, map[clickhouse.ReportID]unstored) error{b.reports, b.usage, b.tokens, b.redis, b.rollups} {
+	for _, compare := range []func(context.Context, *Reconciliation, *outside) error{b.reports, b.usage, b.tokens, b.redis, b.rollups} {
 		if err := compare(ctx, &r, known); err != nil {
 			return r, err
 		}
@@ -138,20 +142,64 @@ func Reconcile(ctx context.Context, b Books, from, to time.Time) (Reconciliation
 	if r.Journals == 0 {
 		r.Unseen = append(r.Unseen, "journals")
 	}
+	if known.unread > 0 {
+		r.Unseen = append(r.Unseen, fmt.Sprintf("the last %d dead letters", known.unread))
+	}
 	return r, nil
 }
 
 // unstored is a report that exists outside of the history.
 type unstored struct {
-	cause  string
-	report *schemas.Report
+	cause    string
+	detail   string
+	requests map[time.Time]int64 // in the time that is looked at, by hour; 0 when it is unknown how many
 }
 
-// unstored finds the reports that wait in the stream, in journals and among the dead letters, and are not stored.
-func (b Books) unstored(ctx context.Context) (map[clickhouse.ReportID]unstored, error) {
-	all := map[clickhouse.ReportID]unstored{}
-	note := func(cause string, r *schemas.Report) {
-		all[clickhouse.ReportID{Gateway: r.Gateway, Boot: r.Boot, Seq: r.Seq}] = unstored{cause, r}
+// life is one boot of a gateway.
+type life struct{ gateway, boot string }
+
+// outside is all that exists outside of the history.
+type outside struct {
+	reports  map[clickhouse.ReportID]unstored
+	causes   map[life]string     // why reports of a boot are not stored
+	seqs     map[life][]uint64   // of those reports, in order
+	nameless map[string]int      // dead letters that do not say which report they are, by gateway
+	letters  map[nameless]*count // those that arrived in the time that is looked at
+	unread   uint64              // dead letters that were too many to be looked at
+}
+
+// nameless is what is known of dead letters that do not say which report they are.
+type nameless struct {
+	hour            time.Time
+	gateway, reason string
+}
+
+type count struct {
+	letters, uncounted int
+	requests           int64
+}
+
+// causeOf is why reports of a boot are not stored, as far as one of them is known to be elsewhere; else what it is otherwise.
+func (o *outside) causeOf(gateway, boot, otherwise string) string {
+	if cause, ok := o.causes[life{gateway, boot}]; ok {
+		return cause
+	}
+	return otherwise
+}
+
+// outside finds the reports that wait in the stream, in journals and among the dead letters, and are not stored.
+func (b Books) outside(ctx context.Context, from, to time.Time) (*outside, error) {
+	o := &outside{reports: map[clickhouse.ReportID]unstored{}, causes: map[life]string{}, seqs: map[life][]uint64{}, nameless: map[string]int{}, letters: map[nameless]*count{}}
+	within := func(at time.Time) bool { return !at.Before(from) && at.Before(to) }
+	note := func(cause, detail string, r *schemas.Report) {
+		requests := map[time.Time]int64{}
+		for i := range r.Usage {
+			if u := &r.Usage[i]; within(u.Time) {
+				hour := u.Time.UTC().Truncate(time.Hour)
+				requests[hour] = sum(requests[hour], u.Allowed+u.Rejected)
+			}
+		}
+		o.reports[clickhouse.ReportID{Gateway: r.Gateway, Boot: r.Boot, Seq: r.Seq}] = unstored{cause, fmt.Sprintf("report %d", r.Seq) + detail, requests}
 	}
 	for i, journal := range b.Journals {
 		reports, err := journal(ctx)
@@ -159,80 +207,153 @@ func (b Books) unstored(ctx context.Context) (map[clickhouse.ReportID]unstored, 
 			return nil, fmt.Errorf("read journal %d: %w", i+1, err)
 		}
 		for _, r := range reports {
-			note(CauseLate, r)
+			note(CauseLate, "", r)
 		}
 	}
 	letters, err := jetstream.NewDeadLetters(b.NATS)
 	if err != nil {
 		return nil, err
 	}
-	dead, err := letters.List(ctx, schemas.ReasonRefused, maxWaiting)
-	if err != nil {
-		return nil, err
-	}
-	for _, l := range dead {
-		if l, err = letters.Get(ctx, l.ID); err != nil {
-			continue // somebody took it
+	o.unread, err = letters.Each(ctx, maxWaiting, func(l *jetstream.DeadLetter) {
+		if !strings.HasPrefix(l.Subject, schemas.UsagePrefix) { // an alert, for example
+			return
 		}
 		if r, err := l.Report(); err == nil {
-			note(CauseRefused, r)
+			note(CauseRefused, fmt.Sprintf(": dead letter %d, %s", l.ID, l.Reason), r)
+			return
 		}
+		o.claim(l, within)
+	})
+	if err != nil {
+		return nil, err
 	}
 	waiting, err := jetstream.Waiting(ctx, b.NATS, historyConsumer, maxWaiting, decodeReport)
 	if err != nil {
 		return nil, err
 	}
 	for _, w := range waiting {
-		note(CauseInFlight, w.Value)
+		note(CauseInFlight, "", w.Value)
 	}
-	ids := make([]clickhouse.ReportID, 0, len(all))
-	for id := range all {
-		ids = append(ids, id)
-	}
-	stored, err := b.Store.Stored(ctx, ids)
+	stored, err := b.Store.Stored(ctx, slices.Collect(maps.Keys(o.reports)))
 	if err != nil {
 		return nil, err
 	}
 	for id := range stored {
-		delete(all, id)
+		delete(o.reports, id)
 	}
-	return all, nil
+	for id, u := range o.reports {
+		l := life{id.Gateway, id.Boot}
+		o.seqs[l] = append(o.seqs[l], id.Seq)
+		for _, cause := range []string{CauseInFlight, CauseLate, CauseRefused} { // what ends by itself comes first
+			if u.cause == cause || o.causes[l] == cause {
+				o.causes[l] = cause
+				break
+			}
+		}
+	}
+	for _, seqs := range o.seqs {
+		slices.Sort(seqs)
+	}
+	return o, nil
+}
+
+// claim notes a dead letter that is no report as it should be. Its times may be what is wrong with it: it belongs to the hour in
+// which it arrived. It is its subject's gateway's, or nobody's: no letter explains what another gateway has lost.
+func (o *outside) claim(l *jetstream.DeadLetter, within func(time.Time) bool) {
+	at := l.Arrived.UTC()
+	if at.IsZero() {
+		at = l.Time
+	}
+	c := l.Claim()
+	if c.Boot != "" && c.Gateway != "" {
+		u := unstored{CauseRefused, fmt.Sprintf("report %d: dead letter %d, %s", c.Seq, l.ID, l.Reason), map[time.Time]int64{}}
+		if !c.Counted {
+			u.detail += ", it is unknown of how many requests"
+		}
+		if within(at) && (c.Requests > 0 || !c.Counted) {
+			u.requests[at.Truncate(time.Hour)] = 0
+			if c.Counted {
+				u.requests[at.Truncate(time.Hour)] = int64(c.Requests)
+			}
+		}
+		o.reports[clickhouse.ReportID{Gateway: c.Gateway, Boot: c.Boot, Seq: c.Seq}] = u
+		return
+	}
+	o.nameless[c.Gateway]++
+	if !within(at) {
+		return
+	}
+	of := nameless{at.Truncate(time.Hour), c.Gateway, l.Reason}
+	n := o.letters[of]
+	if n == nil {
+		n = &count{}
+		o.letters[of] = n
+	}
+	n.letters++
+	if c.Counted {
+		n.requests = sum(n.requests, c.Requests)
+	} else {
+		n.uncounted++
+	}
+}
+
+// sum is a + b, or the largest number that there is.
+func sum(a int64, b uint64) int64 {
+	if b > uint64(math.MaxInt64-a) {
+		return math.MaxInt64
+	}
+	return a + int64(b)
 }
 
 // reports looks for holes in the numbers of reports, and for reports with usage of that time that are elsewhere.
-func (b Books) reports(ctx context.Context, r *Reconciliation, known map[clickhouse.ReportID]unstored) error {
+func (b Books) reports(ctx context.Context, r *Reconciliation, known *outside) error {
 	missing, err := b.Store.Missing(ctx, r.From, r.To)
 	if err != nil {
 		return err
 	}
 	for _, m := range missing {
-		lost := m.Last - m.First + 1
-		for id := range known {
-			if id.Gateway == m.Gateway && id.Boot == m.Boot && m.First <= id.Seq && id.Seq <= m.Last {
-				lost--
+		lost := func(first, last uint64) {
+			if first > last {
+				return
+			}
+			d := Difference{Between: "reports", Cause: CauseLost, Gateway: m.Gateway, Boot: m.Boot, Hour: m.Hour,
+				Want: sum(1, last-first), Detail: clickhouse.MissingReports{First: first, Last: last}.String()}
+			if n := known.nameless[m.Gateway]; n > 0 {
+				d.Detail += fmt.Sprintf(", unless among the %d dead letters of this gateway that do not say which they are", n)
+			}
+			r.add(d)
+		}
+		first := m.First
+		for _, seq := range known.seqs[life{m.Gateway, m.Boot}] {
+			if first <= seq && seq <= m.Last { // which is below the next, so that seq+1 is a number
+				lost(first, seq-1)
+				first = seq + 1
 			}
 		}
-		if lost > 0 {
-			r.add(Difference{Between: "reports", Cause: CauseLost, Gateway: m.Gateway, Boot: m.Boot, Hour: m.Hour,
-				Want: int64(m.Last - m.First + 1), Have: int64(m.Last - m.First + 1 - lost), Detail: fmt.Sprintf("%d of %s", lost, m)})
+		lost(first, m.Last)
+	}
+	ids := slices.SortedFunc(maps.Keys(known.reports), func(a, b clickhouse.ReportID) int {
+		return cmp.Or(cmp.Compare(a.Gateway, b.Gateway), cmp.Compare(a.Boot, b.Boot), cmp.Compare(a.Seq, b.Seq))
+	})
+	for _, id := range ids {
+		u := known.reports[id]
+		for hour, requests := range u.requests {
+			r.add(Difference{Between: "reports", Cause: u.cause, Gateway: id.Gateway, Boot: id.Boot, Hour: hour, Want: requests, Detail: u.detail})
 		}
 	}
-	for id, u := range known {
-		hours := map[time.Time]int64{}
-		for i := range u.report.Usage {
-			if at := u.report.Usage[i].Time; !at.Before(r.From) && at.Before(r.To) {
-				hours[at.UTC().Truncate(time.Hour)] += int64(u.report.Usage[i].Allowed + u.report.Usage[i].Rejected)
-			}
+	for of, n := range known.letters {
+		d := Difference{Between: "reports", Cause: CauseRefused, Gateway: of.gateway, Hour: of.hour, Want: n.requests,
+			Detail: fmt.Sprintf("%d dead letters, %s, that do not say which reports they are", n.letters, of.reason)}
+		if n.uncounted > 0 {
+			d.Detail += fmt.Sprintf(", %d of them not of how many requests", n.uncounted)
 		}
-		for hour, requests := range hours {
-			r.add(Difference{Between: "reports", Cause: u.cause, Gateway: id.Gateway, Boot: id.Boot, Hour: hour, Want: requests, Detail: fmt.Sprintf("report %d", id.Seq)})
-		}
+		r.add(d)
 	}
 	return nil
 }
 
 // usage compares the rows of each report with what it says of itself, and looks for rows that no report tells of.
-func (b Books) usage(ctx context.Context, r *Reconciliation, known map[clickhouse.ReportID]unstored) error {
+func (b Books) usage(ctx context.Context, r *Reconciliation, known *outside) error {
 	uneven, err := b.Store.UnevenReports(ctx, r.From, r.To)
 	if err != nil {
 		return err
@@ -245,7 +366,7 @@ func (b Books) usage(ctx context.Context, r *Reconciliation, known map[clickhous
 		return err
 	}
 	for _, o := range orphans {
-		cause := causeOf(known, o.Gateway, o.Boot, CauseHalf)
+		cause := known.causeOf(o.Gateway, o.Boot, CauseHalf)
 		if time.Since(o.Last) < settling { // its report may be on its way
 			cause = CauseInFlight
 		}
@@ -255,25 +376,14 @@ func (b Books) usage(ctx context.Context, r *Reconciliation, known map[clickhous
 	return nil
 }
 
-// causeOf is why reports of a boot are not stored, as far as one of them is known to be on its way; else what it is otherwise.
-func causeOf(known map[clickhouse.ReportID]unstored, gateway, boot, otherwise string) string {
-	cause := otherwise
-	for id, k := range known {
-		if id.Gateway == gateway && id.Boot == boot {
-			cause = k.cause
-		}
-	}
-	return cause
-}
-
 // tokens compares what was taken with the growth of cumulative counts.
-func (b Books) tokens(ctx context.Context, r *Reconciliation, known map[clickhouse.ReportID]unstored) error {
+func (b Books) tokens(ctx context.Context, r *Reconciliation, known *outside) error {
 	uneven, err := b.Store.UnevenTokens(ctx, r.From, r.To)
 	if err != nil {
 		return err
 	}
 	for _, u := range uneven {
-		r.uneven("tokens", u, causeOf(known, u.Gateway, u.Boot, CauseLost))
+		r.uneven("tokens", u, known.causeOf(u.Gateway, u.Boot, CauseLost))
 	}
 	return nil
 }
@@ -282,7 +392,7 @@ func (b Books) tokens(ctx context.Context, r *Reconciliation, known map[clickhou
 const settling = 10 * time.Second
 
 // redis compares the cumulative counts that both hold. Redis forgets buckets that have long been full.
-func (b Books) redis(ctx context.Context, r *Reconciliation, known map[clickhouse.ReportID]unstored) error {
+func (b Books) redis(ctx context.Context, r *Reconciliation, known *outside) error {
 	marks, err := b.Store.Marks(ctx, r.From, r.To, maxWaiting)
 	if err != nil {
 		return err
@@ -299,10 +409,6 @@ func (b Books) redis(ctx context.Context, r *Reconciliation, known map[clickhous
 	if err != nil {
 		return err
 	}
-	moving := map[[2]string]bool{}
-	for id := range known {
-		moving[[2]string{id.Gateway, id.Boot}] = true
-	}
 	for _, m := range marks {
 		cum, ok := cums[redis.Incarnation{Key: aggregator.Key{Rule: m.Rule, Key: m.Key}, Gateway: m.Gateway, Boot: m.Boot, Incarnation: m.Incarnation}]
 		if !ok {
@@ -312,8 +418,8 @@ func (b Books) redis(ctx context.Context, r *Reconciliation, known map[clickhous
 		if cum == m.Cum {
 			continue
 		}
-		cause := CauseLost
-		if moving[[2]string{m.Gateway, m.Boot}] || time.Since(m.At) < settling {
+		cause := known.causeOf(m.Gateway, m.Boot, CauseLost)
+		if time.Since(m.At) < settling || cause == CauseLate { // what Redis has of it was in the stream
 			cause = CauseInFlight
 		}
 		r.add(Difference{Between: "redis", Cause: cause, Gateway: m.Gateway, Boot: m.Boot, Rule: m.Rule, Key: m.Key, Hour: m.At.Truncate(time.Hour),
@@ -323,7 +429,7 @@ func (b Books) redis(ctx context.Context, r *Reconciliation, known map[clickhous
 }
 
 // rollups compares them with the ledger.
-func (b Books) rollups(ctx context.Context, r *Reconciliation, known map[clickhouse.ReportID]unstored) error {
+func (b Books) rollups(ctx context.Context, r *Reconciliation, known *outside) error {
 	gaps, err := b.Store.Gaps(ctx, r.From, r.To)
 	if err != nil {
 		return err

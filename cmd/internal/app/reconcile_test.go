@@ -5,7 +5,10 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"math"
 	"path/filepath"
+	"regexp"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -260,6 +263,80 @@ func TestReportsWithoutAPolicyAreNoKill(t *testing.T) {
 	r, err := Reconcile(t.Context(), c.books, c.hour, c.hour.Add(2*time.Hour))
 	if err != nil || len(r.Killed) != 1 || r.Killed[0].Gateway != "gw" {
 		t.Errorf("killed: %+v, %v, want the one of gw", r.Killed, err)
+	}
+}
+
+// Every report that is a dead letter is told as one, whatever its reason, and what nobody has as lost, apart from it. No letter
+// explains what another gateway has lost.
+func TestReconcileKnowsEveryDeadLetter(t *testing.T) {
+	c := newCentre(t)
+	send := func(gateway, body string) {
+		t.Helper()
+		if _, err := c.js.PublishMsg(t.Context(), &nats.Msg{Subject: schemas.UsagePrefix + gateway, Data: []byte(body), Header: nats.Header{"Content-Type": {schemas.ContentJSON}}}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	now := time.Now().UTC()
+	body := func(boot string, seq uint64, at time.Time, requests int) string {
+		return fmt.Sprintf(`{"boot":%q,"seq":%d,"usage":[{"ts":%q,"tenant":"acme","route":"orders","allowed":%d}]}`, boot, seq, at.Format(time.RFC3339), requests)
+	}
+	late := now.Add(48 * time.Hour)
+	for seq := uint64(1); seq <= 3; seq++ { // a boot of which nothing is stored
+		send("gwclock", body("C1", seq, late, 100))
+	}
+	send("gwhole", body("H", 1, now, 1))
+	send("gwhole", body("H", 3, late, 5))
+	send("gwhole", strings.Replace(body("H", 4, now, 6), "{", `{"gateway":"gwother",`, 1))
+	send("gwhole", body("H", 7, now, 1))
+	send("gwother", body("H", 1, now, 1))
+	send("gwother", body("H", 5, now, 1)) // and 2 to 4 are lost, whatever gwhole says
+	send("gwrubbish", `{"boot":`)
+	send("gwrubbish", `{"seq":1,"usage":[{"allowed":7}]}`)
+	send("gwrubbish", body("R", 2, now, 1))
+	send("gwrubbish", body("R", 1<<64-1, now, 9))
+	if _, err := c.js.Publish(t.Context(), schemas.DeadPrefix+"webhook", []byte("an alert")); err != nil {
+		t.Fatal(err)
+	}
+	c.becomesStored(5)
+	want := []string{
+		"gwclock/C1 refused 100: report 1: dead letter 1, time",
+		"gwclock/C1 refused 100: report 2: dead letter 2, time",
+		"gwclock/C1 refused 100: report 3: dead letter 3, time",
+		"gwhole/H lost 1: report 2",
+		"gwhole/H lost 2: reports 5 to 6",
+		"gwhole/H refused 5: report 3: dead letter 4, time",
+		"gwhole/H refused 6: report 4: dead letter 5, gateway",
+		"gwother/H lost 3: reports 2 to 4",
+		"gwrubbish/ refused 0: 1 dead letters, malformed, that do not say which reports they are, 1 of them not of how many requests",
+		"gwrubbish/ refused 7: 1 dead letters, invalid, that do not say which reports they are",
+		"gwrubbish/R lost 1: report 1, unless among the 2 dead letters of this gateway that do not say which they are",
+		"gwrubbish/R refused 9: report 18446744073709551615: dead letter 9, invalid",
+	}
+	r, err := Reconcile(t.Context(), c.books, c.hour, c.hour.Add(2*time.Hour))
+	if err != nil {
+		t.Fatal(err)
+	}
+	var got []string
+	for _, d := range r.Differences {
+		if d.Between == "reports" {
+			got = append(got, fmt.Sprintf("%s/%s %s %d: %s", d.Gateway, d.Boot, d.Cause, d.Want, regexp.MustCompile(`dead letter \d+`).ReplaceAllString(d.Detail, "dead letter N")))
+		}
+	}
+	for i := range want {
+		want[i] = regexp.MustCompile(`dead letter \d+`).ReplaceAllString(want[i], "dead letter N")
+	}
+	slices.Sort(got)
+	slices.Sort(want)
+	if !slices.Equal(got, want) {
+		t.Errorf("differences are\n%s\nwant\n%s", strings.Join(got, "\n"), strings.Join(want, "\n"))
+	}
+	if r, err := Reconcile(t.Context(), c.books, c.hour.Add(47*time.Hour), c.hour.Add(50*time.Hour)); err != nil || !r.Equal {
+		t.Errorf("the time that the letters speak of: %+v, %v, want nothing: they arrived now", r.Differences, err)
+	}
+	// What an earlier weir has stored under the last of all numbers is a long hole, and no negative one.
+	c.exec("INSERT INTO reports SELECT * REPLACE (toUInt64(18446744073709551615) AS seq) FROM reports WHERE gateway = 'gwother' LIMIT 1")
+	if d := c.find(fmt.Sprintf("reports lost 0/%d", math.MaxInt64)); d == nil || d.Detail != "reports 6 to 18446744073709551614" {
+		t.Errorf("difference = %+v, want the hole", d)
 	}
 }
 
