@@ -58,6 +58,7 @@ func (c *Correction) Validate() error {
 		add(f.n > schemas.MaxCount || f.n < -schemas.MaxCount, "%s is %d, want at most %d", f.name, f.n, int64(schemas.MaxCount))
 	}
 	add(c.Rejected != 0 && c.Rule == "", "rule is empty, want the one that rejected")
+	add(c.Allowed != 0 && c.Rule != "", "rule is %q though allowed is %d: what was allowed has no rule, what was rejected is a correction of its own", c.Rule, c.Allowed)
 	for _, f := range [][2]string{{"ref", c.Ref}, {"tenant", c.Tenant}, {"route", c.Route}, {"rule", c.Rule}, {"author", c.Author}} {
 		add(len(f[1]) > schemas.MaxTextBytes, "%s has %d bytes, want at most %d", f[0], len(f[1]), schemas.MaxTextBytes)
 	}
@@ -82,8 +83,8 @@ var correctionsTable = table[Correction]{"corrections", []column[Correction]{
 	col("made", instant, func(c *Correction) time.Time { return c.Made }),
 }}
 
-// Correct adds a correction and returns it with its ref. It refuses one after which a count would be below zero, and one
-// whose ref names another correction.
+// Correct adds a correction and returns it with its ref. It refuses one after which a count would be below zero, one of a
+// gateway that nobody has heard of, and one whose ref names another correction.
 func (s *Store) Correct(ctx context.Context, c Correction) (Correction, error) {
 	const doing = "correct usage"
 	if err := c.Validate(); err != nil {
@@ -107,6 +108,14 @@ func (s *Store) Correct(ctx context.Context, c Correction) (Correction, error) {
 			return c, fmt.Errorf("%w: ref %q names another one, of %s", ErrCorrection, c.Ref, h.Made.Format(time.RFC3339))
 		}
 		return h, nil // made already
+	}
+	var known bool
+	if err := s.conn.QueryRow(ctx, `SELECT (SELECT count() FROM (SELECT 1 FROM reports WHERE gateway = {gateway:String} LIMIT 1))
+			+ (SELECT count() FROM (SELECT 1 FROM corrections WHERE gateway = {gateway:String} LIMIT 1)) > 0`, ch.Named("gateway", c.Gateway)).Scan(&known); err != nil {
+		return c, s.explain(doing, err)
+	}
+	if !known {
+		return c, fmt.Errorf("%w: gateway is %q, of which there is no report and no correction", ErrCorrection, c.Gateway)
 	}
 	var allowed, rejected, cost int64
 	if err := s.conn.QueryRow(ctx, `SELECT sum(a), sum(r), sum(c) FROM (

@@ -80,7 +80,9 @@ func TestCorrections(t *testing.T) {
 		"no author":       func(c *Correction) { c.Author = "" },
 		"not an hour":     func(c *Correction) { c.Hour = noon.Add(time.Minute) },
 		"nothing":         func(c *Correction) { c.Allowed, c.Cost = 0, 0 },
-		"rule is missing": func(c *Correction) { c.Rejected = 1 },
+		"rule is missing": func(c *Correction) { c.Allowed, c.Rejected = 0, 1 },
+		"rule of allowed": func(c *Correction) { c.Rule = "contract" },
+		"no such gateway": func(c *Correction) { c.Gateway = "nosuch" },
 	} {
 		bad := c
 		bad.Ref, bad.Allowed, bad.Cost = "", 1, 0

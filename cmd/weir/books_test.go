@@ -283,6 +283,8 @@ func TestHistoryCorrect(t *testing.T) {
 		{correct("--hour", hour.Add(time.Minute).Format(time.RFC3339), "--allowed", "-1"), exitUsage, "hour is "},
 		{correct(), exitUsage, "changes nothing"},
 		{correct("--rejected", "1"), exitUsage, "rule is empty"},
+		{correct("--rule", "contract", "--allowed", "5"), exitUsage, `rule is "contract" though allowed is 5`},
+		{correct("--gateway", "nosuch", "--allowed", "5"), exitFailed, `gateway is "nosuch"`},
 		{correct("--allowed", "many"), exitUsage, "--allowed"},
 		{correct("--allowed", "-1", "--reason", " "), exitUsage, "reason is empty"},
 		{correct("--allowed", "-1", "-o", "xml"), exitUsage, `-o "xml"`},
@@ -307,10 +309,19 @@ func TestHistoryCorrect(t *testing.T) {
 	var made struct {
 		Ref     string `json:"ref"`
 		Allowed int64  `json:"allowed"`
+		Cost    int64  `json:"cost"`
 	}
-	p.json(exitOK, &made, correct("--allowed", "3", "--cost", "3")...)
-	if made.Ref == "" || made.Allowed != 3 {
-		t.Errorf("correction = %+v, want a name for it", made)
+	p.json(exitOK, &made, correct("--allowed", "3")...)
+	if made.Ref == "" || made.Allowed != 3 || made.Cost != 3 {
+		t.Errorf("correction = %+v, want a name for it, and a token for each request", made)
+	}
+	var bare struct {
+		Cost int64 `json:"cost"`
+	}
+	for _, more := range []string{"1", "-1"} {
+		if p.json(exitOK, &bare, correct("--rule", "contract", "--rejected", more, "--cost", "0", "--ref", "bare"+more)...); bare.Cost != 0 {
+			t.Errorf("correction = %+v, want no cost", bare)
+		}
 	}
 	out, _ = p.weir(exitOK, append([]string{"history", "corrections"}, p.period()...)...)
 	p.wants(out, "T-7", made.Ref, "REASON")
@@ -319,8 +330,8 @@ func TestHistoryCorrect(t *testing.T) {
 		Author string `json:"author"`
 	}
 	p.json(exitOK, &all, append([]string{"history", "corrections"}, p.period()...)...)
-	if len(all) != 2 || all[0].Author != "kim" {
-		t.Errorf("corrections = %+v, want 2", all)
+	if len(all) != 4 || all[0].Author != "kim" {
+		t.Errorf("corrections = %+v, want 4", all)
 	}
 	var top []struct {
 		Tenant  string `json:"tenant"`

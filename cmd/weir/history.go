@@ -87,10 +87,12 @@ func historyVerifyCommand() *cobra.Command {
 		Long: `Verify compares, for whole hours: the numbers of the reports, which have no holes; what each report says of itself with its rows
 in usage, none of which is without its report; what was taken of each bucket with the growth of its cumulative count, in ClickHouse
 and in Redis, as far as Redis still has it; and the roll-ups with the ledger. It says "equal", or each difference with its cause: in
-flight, late, refused, lost or doubled, or between which of these it cannot tell. Where there was nothing to compare with, in Redis
-or for want of --journal, it says so. No difference, and said apart: what the buckets of a killed process gave after their last
-report, which Redis never hears of. It exits 0 when all is equal, 1 when something differs, 3 when a server is unreachable. Hours
-that are not over are left out unless --to names one.`,
+flight, late, refused (a dead letter, whatever its reason), lost or doubled, or between which of these it cannot tell. A letter that
+cannot be taken for a report is in the hour in which it arrived; one that does not say which report it is may be one that is called
+lost. Where there was nothing to compare with, in Redis or for want of --journal, it says so. No difference, and said apart: what
+the buckets of a process that ended before it had sealed all that it counted gave after their last report, which Redis never hears
+of. It exits 0 when all is equal, 1 when something differs, 3 when a server is unreachable. Hours that are not over are left out
+unless --to names one.`,
 		Example: "  weir history verify --last 24h\n  weir history verify --from 2026-11-29T10:00:00Z --to 2026-11-29T11:00:00Z --journal /var/lib/weir -o json",
 		Args:    noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
@@ -149,7 +151,7 @@ func printReconciliation(w io.Writer, r app.Reconciliation) {
 		text.Printf(w, "%s\t%s\t%s\t%s\t%s\t%s\t%s\t%d\t%d\t%s\n", d.Hour.Format(time.RFC3339), d.Between, d.Cause, dash(d.Gateway), dash(d.Boot), dash(d.Rule), dash(d.Key), d.Want, d.Have, d.Detail)
 	}
 	for _, k := range r.Killed {
-		text.Printf(w, "%s: %s, boot %s, was killed: Redis never heard of up to %d tokens, given to %d tenants after its last report; the ledger has the requests\n",
+		text.Printf(w, "%s: %s, boot %s, ended before it had sealed all that it counted: Redis never heard of up to %d tokens, given to %d tenants after its last report; the ledger has the requests\n",
 			k.Hour.Format(time.RFC3339), k.Gateway, k.Boot, k.Tokens, k.Tenants)
 	}
 	verdict := "equal"
@@ -171,7 +173,8 @@ func historyCorrectCommand() *cobra.Command {
 		Use:   "correct",
 		Short: "Add a signed correction to one hour of one tenant, with its author and reason",
 		Long: `Correct adds a row to the table corrections. Usage itself is never changed: every answer of weir usage, and the view
-corrected_1h, is the sum of both. The same --ref again is the same correction. No count can go below zero.`,
+corrected_1h, is the sum of both. Without --cost the tokens go with the requests, one for each; --cost 0 leaves them as they are. The
+same --ref again is the same correction. No count can go below zero.`,
 		Example: `  weir history correct --gateway gw-1 --tenant acme --route export --hour 2026-11-29T10:00:00Z --allowed -41 --reason "load test" --by kim --ref TICKET-7`,
 		Args:    noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) (err error) {
@@ -190,6 +193,9 @@ corrected_1h, is the sum of both. The same --ref again is the same correction. N
 			}
 			if err := s.resolve(); err != nil {
 				return err
+			}
+			if !cmd.Flags().Changed("cost") {
+				c.Cost = c.Allowed + c.Rejected
 			}
 			if err := c.Validate(); err != nil {
 				return usageError{err}
@@ -214,7 +220,7 @@ corrected_1h, is the sum of both. The same --ref again is the same correction. N
 	f.StringVar(&hour, "hour", "", "the hour, RFC 3339")
 	f.Int64Var(&c.Allowed, "allowed", 0, "requests allowed, more or (with -) fewer")
 	f.Int64Var(&c.Rejected, "rejected", 0, "requests rejected, likewise")
-	f.Int64Var(&c.Cost, "cost", 0, "tokens asked for, likewise")
+	f.Int64Var(&c.Cost, "cost", 0, "tokens asked for, likewise (default one for each request)")
 	f.StringVar(&c.Reason, "reason", "", "why")
 	f.StringVar(&c.Author, "by", "", "who says so")
 	f.StringVar(&c.Ref, "ref", "", "names the correction: a ticket, for example (default made up)")
