@@ -16,7 +16,10 @@ import (
 	ch "github.com/ClickHouse/clickhouse-go/v2"
 	"github.com/nats-io/nats.go"
 	natsjs "github.com/nats-io/nats.go/jetstream"
+	"github.com/spf13/cobra"
 
+	"github.com/weirhq/weir/cmd/internal/app"
+	"github.com/weirhq/weir/ingest/jetstream"
 	"github.com/weirhq/weir/ingest/spool"
 	"github.com/weirhq/weir/internal/embedded/embeddedtest"
 	"github.com/weirhq/weir/internal/natsx"
@@ -522,5 +525,55 @@ func TestBooksUnreachable(t *testing.T) {
 				t.Errorf("weir %v %v: exit %d, %q, %q, want 3 and its address", down.args, down.flags, code, out, stderr)
 			}
 		})
+	}
+}
+
+// What somebody else took out after --all had listed it is no failure, and is not said to be done; named, it is one.
+func TestLettersThatOthersTook(t *testing.T) {
+	take := func(_ *jetstream.DeadLetters, _ *cobra.Command, id uint64) error {
+		if id == 2 {
+			return fmt.Errorf("dead letter 2: %w", jetstream.ErrNoLetter)
+		}
+		return nil
+	}
+	for _, c := range []struct {
+		all        bool
+		text, json string
+	}{
+		{true, "replay: 2 of 3 letters, 1 were gone already\n", `{"id":2,"done":false,"gone":true}`},
+		{false, "2  dead letter 2: there is no such dead letter\nreplay: 2 of 3 letters\n", `{"id":2,"done":false,"error":"dead letter 2: there is no such dead letter"}`},
+	} {
+		for format, want := range map[string]string{"table": c.text, "json": c.json} {
+			var b letterBox
+			cmd := &cobra.Command{}
+			b.bind(cmd)
+			if err := cmd.Flags().Set("output", format); err != nil {
+				t.Fatal(err)
+			}
+			var out strings.Builder
+			cmd.SetOut(&out)
+			cmd.SetContext(t.Context())
+			err := eachLetter(cmd, &b, nil, "replay", []uint64{1, 2, 3}, c.all, take)
+			got := out.String()
+			if format == "json" {
+				var flat bytes.Buffer
+				if err := json.Compact(&flat, []byte(got)); err != nil {
+					t.Fatal(err)
+				}
+				got = flat.String()
+			}
+			if !strings.Contains(got, want) || (err == nil) != c.all {
+				t.Errorf("--all %t as %s: %q, %v, want %q", c.all, format, got, err, want)
+			}
+		}
+	}
+}
+
+// A process can have ended so without anybody's having killed it.
+func TestVerifySaysOfAnEndedProcessWhatIsKnown(t *testing.T) {
+	var out strings.Builder
+	printReconciliation(&out, app.Reconciliation{Equal: true, Killed: []app.Untold{{Gateway: "gw", Boot: "b", Tenants: 2, Tokens: 7}}})
+	if got := out.String(); !strings.Contains(got, "gw, boot b, ended before it had sealed all that it counted: Redis never heard of up to 7 tokens") || strings.Contains(got, "killed") {
+		t.Errorf("verify says %q", got)
 	}
 }

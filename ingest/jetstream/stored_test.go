@@ -274,3 +274,17 @@ func TestT5PermissionsOfAGateway(t *testing.T) {
 		t.Errorf("another gateway's mark: %v, want none", err)
 	}
 }
+
+// The number of a buried report is what a header says: one that no gateway has come to is not marked, for the ranges that such
+// numbers are in are counted through.
+func TestMarksOfNoNumberThatWas(t *testing.T) {
+	_, nc, _ := start(t)
+	k, err := NewMarks(nc, nil, quiet)
+	if err != nil {
+		t.Fatal(err)
+	}
+	k.Settled("s", 3, []Buried{{Subject: schemas.UsagePrefix + "gw", Boot: "b", Seq: 1<<64 - 1}, {Subject: schemas.UsagePrefix + "gw", Boot: "b", Seq: 7}})
+	if got := k.gateways["gw"].Boots["b"]; len(got) != 1 || !got.Has(7) {
+		t.Errorf("marked %v, want 7", got)
+	}
+}
