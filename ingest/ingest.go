@@ -167,7 +167,7 @@ type Reporter struct {
 	wasMerging int
 	late       bool // a flush waits for the spool; Run's alone
 	full       bool // the spool was, at the last seal
-	refusedAt  time.Time
+	refused    bool // the spool did not take the last group
 }
 
 // New returns a reporter for one life of a gateway. boot must be a valid name that nobody can guess and that was
@@ -279,6 +279,9 @@ func (r *Reporter) Run(ctx context.Context) error {
 		return nil
 	}
 	if r.cfg.Spool != nil {
+		if lost := r.cfg.Spool.InMemory(); lost > 0 {
+			return fmt.Errorf("drain usage of gateway %s: %d of %d requests are lost: neither the disk nor the stream took them", r.gateway, lost, requests)
+		}
 		r.log.Info("usage stays in the spool, the next start delivers it", "gateway", r.gateway, "reports", reports, "requests", requests)
 		return nil
 	}
@@ -355,9 +358,6 @@ func (r *Reporter) seal() {
 	if r.pending.len() == 0 || full {
 		return
 	}
-	if !r.refusedAt.IsZero() && time.Since(r.refusedAt) < r.cfg.RetryMax {
-		return
-	}
 	bytes := r.cfg.MaxBytes
 	if most := r.cfg.MaxPayload(); most > 0 {
 		bytes = min(bytes, int(most)-headerBytes)
@@ -375,15 +375,15 @@ func (r *Reporter) seal() {
 		err = r.spool.Commit(r.pending.generation)
 	}
 	if err != nil { // nothing was taken
-		if r.refusedAt.IsZero() {
-			r.log.Error("the spool takes no reports, counts merge until it does; requests go on", "gateway", r.gateway, "err", err)
+		if !r.refused {
+			r.log.Error("the spool takes no reports, counts merge until it or the stream does; requests go on", "gateway", r.gateway, "err", err)
 		}
-		r.refusedAt = time.Now()
+		r.refused = true
 		return
 	}
-	if !r.refusedAt.IsZero() {
-		r.refusedAt = time.Time{}
-		r.log.Info("the spool takes reports again", "gateway", r.gateway)
+	if r.refused {
+		r.refused = false
+		r.log.Info("reports are sealed again", "gateway", r.gateway)
 	}
 	r.m.Reports.Add(float64(seq - r.seq))
 	r.m.Spooled.Add(float64(requests))

@@ -43,6 +43,9 @@ type Spool interface {
 	// Unconfirmed is the number of reports that are in the stream and not known to be stored for good.
 	Unconfirmed() int
 
+	// InMemory is the number of requests that are gone with the process. Nobody may be counting.
+	InMemory() (requests uint64)
+
 	Filled() <-chan struct{}             // signalled after a Commit
 	Len() (reports int, requests uint64) // that are not in the stream yet
 }
@@ -175,6 +178,8 @@ func (s *memory) Skip() {
 func (s *memory) Stored(schemas.Floor, *schemas.Stored) int { return 0 }
 
 func (s *memory) Unconfirmed() int { return 0 }
+
+func (s *memory) InMemory() uint64 { _, n := s.Len(); return n }
 
 func (s *memory) Filled() <-chan struct{} { return s.filled }
 

@@ -77,8 +77,8 @@ func BenchmarkRecover(b *testing.B) {
 	for i := range keys {
 		s.Cell(i%maxLane, 1, time.Now().UnixNano(), fmt.Sprint("tenant-", i), "route", "", "").Add(1)
 	}
-	if n := s.live.outside(); n > 0 {
-		b.Fatalf("%d keys did not fit", n)
+	if n := s.live.inMemory(); n > 0 {
+		b.Fatalf("%d requests did not fit", n)
 	}
 	if err := s.Close(); err != nil {
 		b.Fatal(err)

@@ -20,7 +20,7 @@ import (
 // The live file of a boot holds the counts that are not sealed yet, mapped into memory and shared with the kernel: they
 // are there when the process is killed, at any instruction, and no system call is made for a count.
 //
-//	file   = header (16 KiB, of which two copies of 128 bytes and one word are used), chunks of 16 KiB
+//	file   = header (16 KiB, of which two copies of 128 bytes and two words are used), chunks of 16 KiB
 //	chunk  = generation and bytes used (one word, written last), entries
 //	entry  = ingest.Cell (32 bytes), generation (4), checksum (4), lengths of four texts (2 each), texts, padding to 8
 //
@@ -36,6 +36,7 @@ const (
 	entryBytes  = 48
 	headerCopy  = 128
 	lastSeqAt   = 4096 // the word for the last sequence number of the boot
+	heldSeqAt   = 4104 // and for that of its last report that never was on disk
 	maxLane     = 64
 	reserveFree = 96 // chunks that should be free, so that no request has to make the file longer
 )
@@ -59,11 +60,12 @@ type live struct {
 	f        *os.File   // nil while it cannot be made
 	header   []byte     // mapped
 	lastSeq  uint64
+	heldSeq  uint64
 	free     [][]byte // chunks
 	taken    map[uint32][][]byte
 	size     int64
-	volatile map[uint32]uint32 // cells that did not fit, by generation
-	err      error             // the last one of growing
+	volatile map[uint32][]*ingest.Cell // those that did not fit, by generation
+	err      error                     // the last one of growing
 }
 
 // liveName is the file of a boot, which is a valid name.
@@ -124,7 +126,7 @@ func (l *live) grow() error {
 		return fmt.Errorf("%s has %d bytes, want at most %d", l.f.Name(), l.size, l.most)
 	}
 	if _, err := l.f.WriteAt(make([]byte, slabBytes), l.size); err != nil {
-		return err
+		return errors.Join(err, l.f.Truncate(l.size)) // a part of a slab serves nobody
 	}
 	slab, err := syscall.Mmap(int(l.f.Fd()), l.size, slabBytes, syscall.PROT_READ|syscall.PROT_WRITE, syscall.MAP_SHARED)
 	if err != nil {
@@ -161,6 +163,9 @@ func (l *live) cell(lane int, gen uint32, first int64, texts [4]string) *ingest.
 		if s.chunk, s.gen, s.used = l.take(gen), gen, chunkHead; s.chunk == nil {
 			c := &ingest.Cell{}
 			c.Begin(first)
+			l.mu.Lock()
+			defer l.mu.Unlock()
+			l.volatile[gen] = append(l.volatile[gen], c)
 			return c
 		}
 	}
@@ -194,7 +199,6 @@ func (l *live) take(gen uint32) []byte {
 	}
 	n := len(l.free)
 	if n == 0 {
-		l.volatile[gen]++
 		return nil
 	}
 	chunk := l.free[n-1]
@@ -224,14 +228,17 @@ func (l *live) forget(gen uint32) {
 	}
 }
 
-// outside is the number of cells that are not in the file.
-func (l *live) outside() (n uint32) {
+// inMemory is the number of requests in cells that are not in the file. Nobody may be counting.
+func (l *live) inMemory() (requests uint64) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	for _, v := range l.volatile {
-		n += v
+	for _, cells := range l.volatile {
+		for _, c := range cells {
+			n, _, _ := c.Read()
+			requests += n
+		}
 	}
-	return n
+	return requests
 }
 
 // setLastSeq writes down the number of the boot's last report.
@@ -242,9 +249,18 @@ func (l *live) setLastSeq(seq uint64) {
 	l.writeLastSeq()
 }
 
+// setHeldSeq writes down the number of a report that never will be on disk: what the next life finds is not to be called so.
+func (l *live) setHeldSeq(seq uint64) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.heldSeq = seq
+	l.writeLastSeq()
+}
+
 func (l *live) writeLastSeq() {
 	if l.header != nil {
 		atomic.StoreUint64(word(l.header[lastSeqAt:]), l.lastSeq)
+		atomic.StoreUint64(word(l.header[heldSeqAt:]), l.heldSeq)
 	}
 }
 
@@ -253,6 +269,7 @@ type dead struct {
 	boot    string
 	kernel  string // the life of the machine that it is of
 	lastSeq uint64
+	heldSeq uint64
 	seed    uint32
 	f       *os.File
 }
@@ -276,7 +293,7 @@ func openDead(name string) (*dead, error) {
 			return nil, errors.Join(fmt.Errorf("%w: version %c, want %c", errNewer, h[7], liveMagic[7]), f.Close())
 		}
 		return &dead{boot: boot, kernel: strings.TrimRight(string(h[16:80]), "\x00"), seed: binary.LittleEndian.Uint32(h[8:]),
-			lastSeq: binary.LittleEndian.Uint64(block[lastSeqAt:]), f: f}, nil
+			lastSeq: binary.LittleEndian.Uint64(block[lastSeqAt:]), heldSeq: binary.LittleEndian.Uint64(block[heldSeqAt:]), f: f}, nil
 	}
 	return nil, errors.Join(errDamaged, f.Close())
 }

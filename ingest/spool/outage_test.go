@@ -4,7 +4,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"path/filepath"
 	"runtime"
+	"strings"
 	"sync/atomic"
 	"testing"
 	"testing/synctest"
@@ -261,4 +263,81 @@ func TestBucketsAreNotBehindRequests(t *testing.T) {
 			t.Errorf("%d counted, and the last word of the bucket is %d", counted, cum)
 		}
 	})
+}
+
+// A gateway whose disk is full goes on as one without a disk: all that it counts and all that its buckets say is in the stream, in
+// time; without the stream, it says how much is lost.
+func TestAFullDiskIsNoOutage(t *testing.T) {
+	for _, tt := range []struct {
+		name      string
+		away      bool // the far side is
+		fromStart bool
+	}{{"from the start", false, true}, {"later", false, false}, {"without the far side", true, true}} {
+		t.Run(tt.name, func(t *testing.T) {
+			dir, fill, empty := disk(t)
+			if fill == nil {
+				return
+			}
+			synctest.Test(t, func(t *testing.T) {
+				far := &switched{sent: map[string]bool{}}
+				far.away.Store(tt.away)
+				if tt.fromStart {
+					fill()
+				}
+				in := filepath.Join(dir, "spool")
+				s, err := Open(Config{}, in, "gw", "one", quiet, nil)
+				if err != nil {
+					t.Fatal(err)
+				}
+				told := 0
+				b := &busy{during: func() { told++ }}
+				r := ingest.New(ingest.Config{Spool: s, DrainTimeout: 4 * time.Second}, "gw", "one", b, far, quiet, nil)
+				ctx, cancel := context.WithCancel(context.Background())
+				done := make(chan error, 1)
+				go func() { done <- r.Run(ctx) }()
+				const seconds, tenants = 20, 20_000
+				n := uint64(0)
+				for second := range seconds {
+					switch {
+					case second == seconds/3 && !tt.fromStart:
+						fill()
+					case second == 2*seconds/3 && !tt.fromStart:
+						empty()
+					}
+					for i := range tenants {
+						r.Count(time.Now(), fmt.Sprint("tenant-", i), "route", "", "", 1)
+						n++
+					}
+					time.Sleep(time.Second)
+				}
+				synctest.Wait()
+				if _, waits := r.Pending(); !tt.away && waits > 3*tenants {
+					t.Errorf("%d requests wait beside a far side that takes all", waits)
+				}
+				cancel()
+				err = <-done
+				if err := s.Close(); err != nil {
+					t.Error(err)
+				}
+				if !tt.away {
+					if err != nil || far.requests != n || told < 5*seconds {
+						t.Errorf("Run = %v, %d of %d requests are in the stream, and buckets told %d times of themselves in %d s", err, far.requests, n, told, seconds)
+					}
+					return
+				}
+				empty()
+				next, oerr := Open(Config{}, in, "gw", "two", quiet, nil)
+				if oerr != nil {
+					t.Fatal(oerr)
+				}
+				_, kept := next.Len()
+				if want := fmt.Sprintf("%d of %d requests are lost", n-kept, n); err == nil || !strings.Contains(err.Error(), want) {
+					t.Errorf("Run = %v, want that %s", err, want)
+				}
+				if err := next.Close(); err != nil {
+					t.Error(err)
+				}
+			})
+		})
+	}
 }

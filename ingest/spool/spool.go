@@ -110,7 +110,10 @@ type Spool struct {
 	nextID  uint64
 	buf     []byte
 	group   []*entry
-	groupAt int64 // where the group begins in active
+	groupAt int64             // where the group begins in active
+	held    []*schemas.Report // the group, where it need not be on disk
+	holding bool              // it need not
+	failed  error             // it cannot be
 	late    []*life
 	lateAt  time.Time // when to try late again
 
@@ -122,6 +125,7 @@ type Spool struct {
 	waiting  []*entry // in the stream, and not known to be in the history
 	life     string   // of the stream, as the history knows it
 	trouble  map[string]bool
+	refused  time.Time // the last group that the disk did not take
 }
 
 // segment is a file of reports. Its fields belong to Spool.mu.
@@ -136,7 +140,7 @@ type segment struct {
 
 // entry is one report.
 type entry struct {
-	seg      *segment
+	seg      *segment // nil when it is in memory only
 	at       int64
 	size     int
 	boot     string
@@ -194,7 +198,7 @@ func (s *Spool) open() (err error) {
 	var seed [4]byte
 	_, _ = rand.Read(seed[:])
 	s.live = &live{dir: s.dir, boot: s.boot, kernel: kernelLife(), seed: binary.LittleEndian.Uint32(seed[:]), most: s.cfg.MaxLive,
-		lastSeq: s.seq, taken: map[uint32][][]byte{}, volatile: map[uint32]uint32{}}
+		lastSeq: s.seq, taken: map[uint32][][]byte{}, volatile: map[uint32][]*ingest.Cell{}}
 	s.note(noCounts, s.live.reserve())
 	return nil
 }
@@ -254,11 +258,12 @@ type life struct {
 	known bootKnown
 }
 
-// Trouble with the counts: of this life, of earlier ones, and of what a newer weir has left.
+// Trouble with reports; and with the counts: of this life, of earlier ones, and of what a newer weir has left.
 const (
-	noCounts = "counts do not survive a kill"
-	noRoom   = "counts of an earlier life wait until they can be sealed"
-	newer    = "a file in it is not for this weir, and stays for the one that wrote it"
+	noReports = "cannot be written"
+	noCounts  = "counts do not survive a kill"
+	noRoom    = "counts of an earlier life wait until they can be sealed"
+	newer     = "a file in it is not for this weir, and stays for the one that wrote it"
 )
 
 // lateEvery is how long counts of an earlier life wait at least before they are tried again.
@@ -490,7 +495,7 @@ func (s *Spool) bury(d *dead, known *bootKnown) (reports, damaged int, err error
 	if err != nil || last == 0 {
 		return 0, damaged, err
 	}
-	boot, seq := d.boot, max(d.lastSeq, known.seq)
+	boot, seq := d.boot, max(d.lastSeq, d.heldSeq, known.seq)
 	if d.kernel == "" || d.kernel != kernelLife() {
 		boot, seq = s.boot, s.seq
 		if s.live != nil { // which is in use: nobody had this one
@@ -499,7 +504,7 @@ func (s *Spool) bury(d *dead, known *bootKnown) (reports, damaged int, err error
 	}
 	var requests uint64
 	for _, r := range found.Reports(s.gateway, boot, seq) {
-		if err := s.Append(r); err != nil {
+		if err := s.append(r); err != nil {
 			return 0, damaged, err
 		}
 		seq = r.Seq
@@ -526,7 +531,7 @@ func (s *Spool) Cell(lane int, generation uint32, first int64, tenant, route, ru
 // Seq is the sequence number of the last report of this boot.
 func (s *Spool) Seq() uint64 { return s.seq }
 
-// Full says that the files have reached their size. Before that comes, reports that are in the stream are let go of: the
+// Full says that the files have reached their size, or that the disk takes nothing and reports wait that are to go first. Before that comes, reports that are in the stream are let go of: the
 // history may be away for days, and what they protect from is a stream that loses what it has acknowledged.
 func (s *Spool) Full() bool {
 	s.mu.Lock()
@@ -549,15 +554,37 @@ func (s *Spool) Full() bool {
 	} else {
 		s.noteLocked("full, counts merge until there is room", nil)
 	}
-	return full
+	return full || s.trouble[noReports] && len(s.unsent) > 0 && time.Since(s.refused) < refusedFor
 }
 
-// Append adds a report to the group.
-func (s *Spool) Append(r *schemas.Report) (err error) {
+// refusedFor is how long a disk that did not take a group is not asked while reports wait.
+const refusedFor = 2 * time.Second
+
+// Append adds a report to the group. While the disk takes nothing, and nothing waits to be sent, the group is in memory only: what
+// the stream takes need not wait for a disk.
+func (s *Spool) Append(r *schemas.Report) error {
+	if len(s.held) == 0 && len(s.group) == 0 {
+		s.mu.Lock()
+		s.holding = s.trouble[noReports] && len(s.unsent) == 0
+		s.mu.Unlock()
+	}
+	if s.failed == nil {
+		s.failed = s.append(r)
+	}
+	if s.holding {
+		s.held = append(s.held, r)
+		return nil
+	}
+	err := s.failed
+	s.failed = nil
+	return err
+}
+
+func (s *Spool) append(r *schemas.Report) (err error) {
 	defer func() {
 		if err != nil {
 			s.giveUp()
-			s.note("cannot be written", err)
+			s.note(noReports, err)
 		}
 	}()
 	if err := s.begin(); err != nil {
@@ -653,14 +680,44 @@ func (s *Spool) roll() {
 	}
 }
 
-// Commit keeps the group.
+// Commit keeps the group. A group in memory is gone with the process, and so are its counts: a count that is told is not to be found
+// by the next life and told again.
 func (s *Spool) Commit(generation uint32) error {
-	if err := s.commit(s.boot, generation); err != nil {
+	held, err := s.held, s.failed
+	s.held, s.holding, s.failed = nil, false, nil
+	if err == nil {
+		err = s.commit(s.boot, generation)
+	}
+	switch {
+	case err == nil:
+		s.live.forget(generation)
+	case len(held) > 0:
+		s.live.setHeldSeq(held[len(held)-1].Seq)
+		s.live.forget(generation)
+		s.hold(held)
+	default:
 		return err
 	}
-	s.live.forget(generation)
 	s.note(noCounts, s.live.reserve())
 	return nil
+}
+
+// hold has a group sent that is in memory only.
+func (s *Spool) hold(reports []*schemas.Report) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, r := range reports {
+		s.enqueue(&entry{boot: r.Boot, seq: r.Seq, requests: r.Requests(), report: r})
+	}
+	s.fill()
+}
+
+// fill tells whoever sends that there is something. Its caller holds mu.
+func (s *Spool) fill() {
+	select {
+	case s.filled <- struct{}{}:
+	default:
+	}
 }
 
 func (s *Spool) commit(boot string, generation uint32) (err error) {
@@ -668,7 +725,7 @@ func (s *Spool) commit(boot string, generation uint32) (err error) {
 		if err != nil {
 			s.giveUp()
 		}
-		s.note("cannot be written", err)
+		s.note(noReports, err)
 	}()
 	if len(s.group) == 0 {
 		return nil
@@ -707,10 +764,7 @@ func (s *Spool) commit(boot string, generation uint32) (err error) {
 		s.requests += e.requests
 	}
 	s.group = nil
-	select {
-	case s.filled <- struct{}{}:
-	default:
-	}
+	s.fill()
 	return nil
 }
 
@@ -755,6 +809,9 @@ func (s *Spool) pop() *entry {
 // done lets go of a report. Its caller holds mu.
 func (s *Spool) done(e *entry) {
 	e.report = nil
+	if e.seg == nil {
+		return
+	}
 	if e.seg.left--; e.seg.left == 0 && e.seg != s.active {
 		s.remove(e.seg)
 	}
@@ -773,14 +830,14 @@ func (s *Spool) remove(seg *segment) {
 }
 
 // Sent says that Next's report is in the stream. One without requests is done then: the next one of its buckets says
-// more.
+// more. So is one that is in memory only.
 func (s *Spool) Sent(place uint64) (first bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	e := s.pop()
 	first = !e.sent
 	e.place, e.report, e.sent, e.again = place, nil, true, false
-	if e.requests == 0 {
+	if e.requests == 0 || e.seg == nil {
 		s.done(e)
 		return first
 	}
@@ -887,6 +944,9 @@ func (s *Spool) noteLocked(what string, err error) {
 	if err != nil {
 		s.m.Errors.WithLabelValues(reason(err)).Inc()
 	}
+	if err != nil && what == noReports {
+		s.refused = time.Now()
+	}
 	if (err != nil) == s.trouble[what] {
 		return
 	}
@@ -905,17 +965,26 @@ func (s *Spool) noteLocked(what string, err error) {
 	s.log.Info("spool: no longer: " + what)
 }
 
-// Close ends this life. What is in the spool stays there. Counts that were never sealed stay as well, save those for
-// which there was no room on disk: the error says how many keys these are of. Cells may be used even after it, so
-// their memory is given back only at the end of the process.
+// InMemory is the number of requests that are gone with the process: in counts for which there was no room on disk, and in reports that
+// are not in the stream yet. It is called when nobody counts any more.
+func (s *Spool) InMemory() (requests uint64) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, e := range s.unsent {
+		if e.seg == nil {
+			requests += e.requests
+		}
+	}
+	return requests + s.live.inMemory()
+}
+
+// Close ends this life. What is in the spool stays there, and so do counts that were never sealed, save those for
+// which there was no room on disk. Cells may be used even after it, so their memory is given back only at the end of the process.
 func (s *Spool) Close() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	var errs []error
 	if s.live != nil {
-		if n := s.live.outside(); n > 0 {
-			errs = append(errs, fmt.Errorf("close spool %s: counts of %d keys are lost: there was no room for them on disk", s.dir, n))
-		}
 		if s.live.f != nil {
 			errs = append(errs, s.live.f.Close())
 		}
@@ -926,7 +995,9 @@ func (s *Spool) Close() error {
 		errs = append(errs, s.active.f.Sync())
 	}
 	for _, e := range append(slices.Clone(s.unsent), s.waiting...) {
-		files[e.seg.f] = true
+		if e.seg != nil {
+			files[e.seg.f] = true
+		}
 	}
 	for f := range files {
 		errs = append(errs, f.Close())

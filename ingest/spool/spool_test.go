@@ -476,21 +476,37 @@ func TestFullSpool(t *testing.T) {
 	}
 }
 
+// disk is one of our own, of 8 MiB, which fill leaves without a free byte until empty. Only root has one: else there is no fill.
+func disk(t *testing.T) (dir string, fill, empty func()) {
+	t.Helper()
+	dir = t.TempDir()
+	if err := syscall.Mount("tmpfs", dir, "tmpfs", 0, "size=8m"); err != nil {
+		t.Logf("no disk of our own to fill: %v", err)
+		return dir, nil, nil
+	}
+	t.Cleanup(func() { _ = syscall.Unmount(dir, syscall.MNT_DETACH) })
+	ballast := filepath.Join(dir, "ballast")
+	return dir, func() {
+			if err := os.WriteFile(ballast, make([]byte, 16<<20), 0o600); !errors.Is(err, syscall.ENOSPC) {
+				t.Fatalf("the disk is not full: %v", err)
+			}
+		}, func() {
+			if err := os.Remove(ballast); err != nil {
+				t.Fatal(err)
+			}
+		}
+}
+
 // On a disk that is full, counts stay where they are and merge, nothing that was promised is lost, and writing goes on
 // when there is room.
 func TestFullDisk(t *testing.T) {
-	dir := t.TempDir()
-	if err := syscall.Mount("tmpfs", dir, "tmpfs", 0, "size=8m"); err != nil {
-		t.Logf("no disk of our own to fill: %v", err) // only root has
+	dir, fill, empty := disk(t)
+	if fill == nil {
 		return
 	}
-	t.Cleanup(func() { _ = syscall.Unmount(dir, syscall.MNT_DETACH) })
 	m := NewMetrics(prometheus.NewRegistry())
 	s := open(t, Config{SegmentBytes: 64 << 10}, filepath.Join(dir, "spool"), "one", m)
-	ballast := filepath.Join(dir, "ballast")
-	if err := os.WriteFile(ballast, make([]byte, 16<<20), 0o600); !errors.Is(err, syscall.ENOSPC) {
-		t.Fatalf("the disk is not full: %v", err)
-	}
+	fill()
 	before := s.Bytes()
 	count(s, 1, "t1", 5)
 	big := report("one", 1, 5)
@@ -513,18 +529,72 @@ func TestFullDisk(t *testing.T) {
 	for i := range 100_000 { // keys for which there is no room: no signal, no error, only no promise
 		count(s, 2, fmt.Sprint("more-", i), 1)
 	}
-	if s.live.outside() == 0 {
+	if s.InMemory() == 0 {
 		t.Error("100000 keys fit on a full disk")
 	}
-	if err := os.Remove(ballast); err != nil {
-		t.Fatal(err)
-	}
+	empty()
 	add(t, s, 2, report("one", 1, 100_005))
-	if d, n := testutil.ToFloat64(m.Degraded), s.live.outside(); d != 0 || n != 0 {
-		t.Errorf("degraded %v with %d keys outside when there is room again, want 0", d, n)
+	if d, n := testutil.ToFloat64(m.Degraded), s.InMemory(); d != 0 || n != 0 {
+		t.Errorf("degraded %v with %d requests in memory only when there is room again, want 0", d, n)
 	}
 	if got := fmt.Sprint(ids(s)); got != "[one-1]" {
 		t.Errorf("sent %s", got)
+	}
+}
+
+// While the disk takes nothing and nothing waits, a group goes out from memory. What it told of is not found by the next life, and
+// what that one finds has another name.
+func TestAGroupInMemory(t *testing.T) {
+	dir, fill, empty := disk(t)
+	if fill == nil {
+		return
+	}
+	in := filepath.Join(dir, "spool")
+	s := open(t, Config{}, in, "one", nil)
+	fill()
+	count(s, 1, "t1", 5)
+	big := report("one", 1, 5)
+	for i := range 3000 {
+		big.Usage = append(big.Usage, schemas.Usage{Time: big.SealedAt, Tenant: fmt.Sprint("tenant-", i), Route: "route"})
+	}
+	seal := func(generation uint32, r *schemas.Report) error {
+		if err := s.Append(r); err != nil {
+			return err
+		}
+		return s.Commit(generation)
+	}
+	if err := seal(1, big); !errors.Is(err, syscall.ENOSPC) {
+		t.Fatalf("the first group on a full disk = %v, want ENOSPC", err)
+	}
+	if err := seal(1, big); err != nil {
+		t.Fatalf("the next group = %v, want it to be in memory", err)
+	}
+	if n, requests := s.Len(); n != 1 || requests != 5 || s.InMemory() != 5 {
+		t.Errorf("%d reports of %d requests wait, %d in memory, want 1 of 5, all in memory", n, requests, s.InMemory())
+	}
+	if !s.Full() {
+		t.Error("a disk that has just refused is asked again while a report waits")
+	}
+	count(s, 2, "t1", 3)
+	if err := seal(2, report("one", 2, 3)); err == nil && s.InMemory() > 0 { // a small one may find room on disk
+		t.Error("a second group is in memory while the first one waits")
+	}
+	if r, again := s.Next(); r != big || again {
+		t.Errorf("Next = %v, %v", r, again)
+	}
+	if !s.Sent(1) || s.Unconfirmed() != 0 || s.InMemory() != 0 {
+		t.Errorf("%d wait for the history and %d are in memory, want none", s.Unconfirmed(), s.InMemory())
+	}
+	if err := s.Close(); err != nil {
+		t.Fatal(err)
+	}
+	empty()
+	s = open(t, Config{}, in, "two", nil)
+	if n, requests := s.Len(); n != 1 || requests != 3 {
+		t.Errorf("the next life has %d reports of %d requests, want 1 of 3", n, requests)
+	}
+	if got := fmt.Sprint(ids(s)); got != "[one-2]" {
+		t.Errorf("they are %s, want one-2", got)
 	}
 }
 
