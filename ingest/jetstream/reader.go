@@ -182,8 +182,8 @@ const (
 )
 
 // gather waits for messages and returns a batch of them: what comes within MaxDelay, up to MaxMessages and MaxBytes.
-// It may return none. There is never a request left open behind it, so that the server hands out nothing that is not
-// taken: memory holds what was gathered, and no AckWait runs down on messages in a buffer.
+// It may return none. There is no request left open behind it, or what comes for it is given back, so that the server hands out nothing
+// that is not taken: memory holds what was gathered, and no AckWait runs down on messages in a buffer.
 func (r *reader[T]) gather(ctx context.Context) ([]message, error) {
 	var all []message
 	var err error
@@ -207,32 +207,39 @@ func (r *reader[T]) gather(ctx context.Context) ([]message, error) {
 }
 
 func (r *reader[T]) fetch(ctx context.Context, all []message, n int, wait time.Duration, opts ...jetstream.FetchOpt) ([]message, error) {
-	// The server gives up the request after nine tenths of the time left, a second before the end at most. It is withdrawn when ctx ends:
-	// what came for it later would wait for AckWait.
-	attempt, cancel := context.WithTimeout(ctx, wait+min(wait/9, time.Second))
-	defer cancel()
-	batch, err := r.consumer.Fetch(n, append(opts, jetstream.FetchContext(attempt))...)
+	// The server ends the request, which waits for its word a second longer: what is on its way when the time is over is taken.
+	batch, err := r.consumer.Fetch(n, append(opts, jetstream.FetchMaxWait(wait))...)
 	if err != nil {
 		return all, fmt.Errorf("fetch: %w", err)
 	}
-	for msg := range batch.Messages() {
-		meta, err := msg.Metadata()
-		if err != nil {
-			return all, fmt.Errorf("fetch: %w", err)
+	in := batch.Messages()
+	for {
+		select {
+		case msg, ok := <-in:
+			if !ok {
+				if err := batch.Error(); err != nil {
+					return all, fmt.Errorf("fetch: %w", err)
+				}
+				return all, nil
+			}
+			meta, err := msg.Metadata()
+			if err != nil {
+				return all, fmt.Errorf("fetch: %w", err)
+			}
+			m := message{subject: msg.Subject(), contentType: msg.Headers().Get(headerContentType),
+				seq: meta.Sequence.Stream, arrived: meta.Timestamp, body: msg.Data(), ack: msg}
+			m.boot, m.report = reportIn(msg.Headers())
+			all = append(all, m)
+		case <-ctx.Done():
+			giveBack(all)
+			go func() { // what still comes for the request
+				for msg := range in {
+					_ = msg.Nak()
+				}
+			}()
+			return nil, ctx.Err()
 		}
-		m := message{subject: msg.Subject(), contentType: msg.Headers().Get(headerContentType),
-			seq: meta.Sequence.Stream, arrived: meta.Timestamp, body: msg.Data(), ack: msg}
-		m.boot, m.report = reportIn(msg.Headers())
-		all = append(all, m)
 	}
-	if ctx.Err() != nil {
-		giveBack(all)
-		return nil, ctx.Err()
-	}
-	if err := batch.Error(); err != nil && !errors.Is(err, context.DeadlineExceeded) {
-		return all, fmt.Errorf("fetch: %w", err)
-	}
-	return all, nil
 }
 
 // giveBack lets another reader have messages at once that this one will not handle.
