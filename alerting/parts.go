@@ -11,7 +11,6 @@ import (
 const (
 	PartNATS   = "nats"   // the alerter itself does without it
 	PartIngest = "ingest" // reports of gateways do not get into their stream
-	PartSpool  = "spool"  // gateways cannot keep reports on disk
 )
 
 const (
@@ -127,7 +126,7 @@ func (d *Detector) judgeParts(dt time.Duration) {
 	}
 	spoolless, maybeSpoolless := d.first(func(g *gateway) bool { return slices.Contains(g.without, schemas.WithoutSpool) })
 	if spoolless != "" {
-		p.watch(PartSpool)
+		p.watch(schemas.WithoutSpool)
 	}
 	for name, w := range p.watches {
 		v, raise, severity, summary := good, d.cfg.Degraded, schemas.SeverityWarning, ""
@@ -136,7 +135,7 @@ func (d *Detector) judgeParts(dt time.Duration) {
 		case PartIngest:
 			raise, severity, summary = waitsFor, schemas.SeverityCritical, "reports of gateway "+waits+" do not get into the stream: they wait there"
 			v = judge(waits != "", maybeWaits)
-		case PartSpool:
+		case schemas.WithoutSpool:
 			severity, summary = schemas.SeverityCritical, "the spool of gateway "+spoolless+" is full, cannot be written, or holds files of a newer weir: its log says which"
 			v = judge(spoolless != "", maybeSpoolless)
 		case schemas.PartAggregator, schemas.PartAlerter:
