@@ -6,12 +6,12 @@ import (
 	"fmt"
 	"slices"
 	"strings"
-	"syscall"
 	"testing"
 	"time"
 
 	"github.com/weirhq/weir/alerting"
 	"github.com/weirhq/weir/cmd/internal/rig"
+	"github.com/weirhq/weir/internal/disktest"
 	"github.com/weirhq/weir/internal/faultproxy"
 )
 
@@ -52,7 +52,7 @@ func TestOutages(t *testing.T) {
 			stores := map[string]string{}
 			var fill, empty func()
 			if o.disk {
-				stores[o.part], fill, empty = disk(t)
+				stores[o.part], fill, empty = disktest.New(t)
 			}
 			began := time.Now()
 			r := newRig(t, rig.Config{Gateways: 2, Down: o.part, Standby: o.part == rig.Alerter,
@@ -292,36 +292,4 @@ func (m *matrix) report() {
 			m.t.Errorf("%s %s: shown after %s, want %s; on-call heard after %s, want %s", m.part, r.name, took(r.shown), showsWithin, took(r.paged), pagesWithin)
 		}
 	}
-}
-
-// disk is a file system of its own, which fill leaves without a free byte until empty. To mount one takes root: without, there
-// is no fill.
-func disk(t *testing.T) (dir string, fill, empty func()) {
-	t.Helper()
-	dir = t.TempDir()
-	if err := syscall.Mount("tmpfs", dir, "tmpfs", 0, "size=16g"); err != nil {
-		t.Logf("no cell with a full disk: %v", err)
-		return dir, nil, nil
-	}
-	t.Cleanup(func() {
-		if err := syscall.Unmount(dir, syscall.MNT_DETACH); err != nil {
-			t.Error(err)
-		}
-	})
-	resize := func(size string) error { return syscall.Mount("tmpfs", dir, "tmpfs", syscall.MS_REMOUNT, "size="+size) }
-	fill = func() {
-		eventually(t, "the disk is full", func() bool {
-			var s syscall.Statfs_t
-			if err := syscall.Statfs(dir, &s); err != nil {
-				return false
-			}
-			return resize(fmt.Sprint((s.Blocks-s.Bfree)*uint64(s.Bsize))) == nil // no when it has grown meanwhile
-		})
-	}
-	empty = func() {
-		if err := resize("16g"); err != nil {
-			t.Fatal(err)
-		}
-	}
-	return dir, fill, empty
 }

@@ -107,7 +107,7 @@ func (l *live) open() (err error) {
 		return fmt.Errorf("map %s: %w", name, err)
 	}
 	l.f, l.header, l.size = f, header, chunkBytes
-	l.writeLastSeq()
+	l.writeSeqs()
 	return nil
 }
 
@@ -246,7 +246,7 @@ func (l *live) setLastSeq(seq uint64) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.lastSeq = seq
-	l.writeLastSeq()
+	l.writeSeqs()
 }
 
 // setHeldSeq writes down the number of a report that never will be on disk: what the next life finds is not to be called so.
@@ -254,10 +254,10 @@ func (l *live) setHeldSeq(seq uint64) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.heldSeq = seq
-	l.writeLastSeq()
+	l.writeSeqs()
 }
 
-func (l *live) writeLastSeq() {
+func (l *live) writeSeqs() {
 	if l.header != nil {
 		atomic.StoreUint64(word(l.header[lastSeqAt:]), l.lastSeq)
 		atomic.StoreUint64(word(l.header[heldSeqAt:]), l.heldSeq)

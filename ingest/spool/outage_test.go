@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"github.com/weirhq/weir/ingest"
+	"github.com/weirhq/weir/internal/disktest"
 	"github.com/weirhq/weir/schemas"
 )
 
@@ -274,7 +275,7 @@ func TestAFullDiskIsNoOutage(t *testing.T) {
 		fromStart bool
 	}{{"from the start", false, true}, {"later", false, false}, {"without the far side", true, true}} {
 		t.Run(tt.name, func(t *testing.T) {
-			dir, fill, empty := disk(t)
+			dir, fill, empty := disktest.New(t)
 			if fill == nil {
 				return
 			}

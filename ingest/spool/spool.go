@@ -531,8 +531,9 @@ func (s *Spool) Cell(lane int, generation uint32, first int64, tenant, route, ru
 // Seq is the sequence number of the last report of this boot.
 func (s *Spool) Seq() uint64 { return s.seq }
 
-// Full says that the files have reached their size, or that the disk takes nothing and reports wait that are to go first. Before that comes, reports that are in the stream are let go of: the
-// history may be away for days, and what they protect from is a stream that loses what it has acknowledged.
+// Full says that the files have reached their size, or that the disk takes nothing and reports wait that are to go first. Before the
+// size is reached, reports that are in the stream are let go of: the history may be away for days, and what they protect from is a
+// stream that loses what it has acknowledged.
 func (s *Spool) Full() bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()

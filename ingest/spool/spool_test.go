@@ -18,6 +18,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus/testutil"
 
 	"github.com/weirhq/weir/ingest"
+	"github.com/weirhq/weir/internal/disktest"
 	"github.com/weirhq/weir/schemas"
 )
 
@@ -476,31 +477,10 @@ func TestFullSpool(t *testing.T) {
 	}
 }
 
-// disk is one of our own, of 8 MiB, which fill leaves without a free byte until empty. Only root has one: else there is no fill.
-func disk(t *testing.T) (dir string, fill, empty func()) {
-	t.Helper()
-	dir = t.TempDir()
-	if err := syscall.Mount("tmpfs", dir, "tmpfs", 0, "size=8m"); err != nil {
-		t.Logf("no disk of our own to fill: %v", err)
-		return dir, nil, nil
-	}
-	t.Cleanup(func() { _ = syscall.Unmount(dir, syscall.MNT_DETACH) })
-	ballast := filepath.Join(dir, "ballast")
-	return dir, func() {
-			if err := os.WriteFile(ballast, make([]byte, 16<<20), 0o600); !errors.Is(err, syscall.ENOSPC) {
-				t.Fatalf("the disk is not full: %v", err)
-			}
-		}, func() {
-			if err := os.Remove(ballast); err != nil {
-				t.Fatal(err)
-			}
-		}
-}
-
 // On a disk that is full, counts stay where they are and merge, nothing that was promised is lost, and writing goes on
 // when there is room.
 func TestFullDisk(t *testing.T) {
-	dir, fill, empty := disk(t)
+	dir, fill, empty := disktest.New(t)
 	if fill == nil {
 		return
 	}
@@ -545,7 +525,7 @@ func TestFullDisk(t *testing.T) {
 // While the disk takes nothing and nothing waits, a group goes out from memory. What it told of is not found by the next life, and
 // what that one finds has another name.
 func TestAGroupInMemory(t *testing.T) {
-	dir, fill, empty := disk(t)
+	dir, fill, empty := disktest.New(t)
 	if fill == nil {
 		return
 	}
