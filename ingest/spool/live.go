@@ -20,7 +20,7 @@ import (
 // The live file of a boot holds the counts that are not sealed yet, mapped into memory and shared with the kernel: they
 // are there when the process is killed, at any instruction, and no system call is made for a count.
 //
-//	file   = header (16 KiB, of which two copies of 128 bytes and two words are used), chunks of 16 KiB
+//	file   = header (16 KiB, of which two copies of 128 bytes and three words are used), chunks of 16 KiB
 //	chunk  = generation and bytes used (one word, written last), entries
 //	entry  = ingest.Cell (32 bytes), generation (4), checksum (4), lengths of four texts (2 each), texts, padding to 8
 //
@@ -36,7 +36,8 @@ const (
 	entryBytes  = 48
 	headerCopy  = 128
 	lastSeqAt   = 4096 // the word for the last sequence number of the boot
-	heldSeqAt   = 4104 // and for that of its last report that never was on disk
+	heldSeqAt   = 4104 // that of its last report that never was on disk
+	heldGenAt   = 4112 // and for the generation of counts which that one told
 	maxLane     = 64
 	reserveFree = 96 // chunks that should be free, so that no request has to make the file longer
 )
@@ -48,6 +49,7 @@ type live struct {
 	dir, boot, kernel string
 	seed              uint32
 	most              int64 // bytes of the file
+	syncHeader        func(mapped []byte) error
 
 	lanes [maxLane]struct {
 		chunk []byte // being filled
@@ -56,14 +58,16 @@ type live struct {
 		_     [24]byte
 	}
 
+	growing sync.Mutex // the fields below; before mu, and held while the disk is asked
+	f       *os.File   // nil while it cannot be made
+	size    int64
+
 	mu       sync.Mutex // the fields below
-	f        *os.File   // nil while it cannot be made
 	header   []byte     // mapped
 	lastSeq  uint64
-	heldSeq  uint64
+	held     bootKnown
 	free     [][]byte // chunks
 	taken    map[uint32][][]byte
-	size     int64
 	volatile map[uint32][]*ingest.Cell // those that did not fit, by generation
 	err      error                     // the last one of growing
 }
@@ -75,7 +79,7 @@ func bootOf(name string) (boot string, ok bool) {
 	return strings.CutPrefix(filepath.Base(name), "live-")
 }
 
-// open makes the file.
+// open makes the file. Its caller holds growing.
 func (l *live) open() (err error) {
 	name := liveName(l.dir, l.boot)
 	_ = os.Remove(name) // an attempt before
@@ -106,7 +110,10 @@ func (l *live) open() (err error) {
 	if err != nil {
 		return fmt.Errorf("map %s: %w", name, err)
 	}
-	l.f, l.header, l.size = f, header, chunkBytes
+	l.f, l.size = f, chunkBytes
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.header = header
 	l.writeSeqs()
 	return nil
 }
@@ -115,7 +122,7 @@ func (l *live) open() (err error) {
 func word(b []byte) *uint64 { return (*uint64)(unsafe.Pointer(&b[0])) }
 
 // grow makes the file longer by a slab. Every byte is written, for a page without a block on a full disk would be a
-// SIGBUS in the middle of a request.
+// SIGBUS in the middle of a request. Its caller holds growing.
 func (l *live) grow() error {
 	if l.f == nil {
 		if err := l.open(); err != nil {
@@ -133,25 +140,45 @@ func (l *live) grow() error {
 		return fmt.Errorf("map %s: %w", l.f.Name(), err)
 	}
 	l.size += slabBytes
+	chunks := make([][]byte, 0, slabBytes/chunkBytes)
 	for at := 0; at < slabBytes; at += chunkBytes {
 		chunk := slab[at : at+chunkBytes : at+chunkBytes]
 		for i := 0; i < chunkBytes; i += 4096 {
 			_ = *(*byte)(unsafe.Pointer(&chunk[i])) // map it now, not in a request
 		}
-		l.free = append(l.free, chunk)
+		chunks = append(chunks, chunk)
 	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.free = append(l.free, chunks...)
 	return nil
 }
 
-// reserve sees to it that there is memory for a while. It returns the last error of growing.
+// reserve sees to it that there is memory for a while, whatever growing has failed at before. It returns its error.
 func (l *live) reserve() error {
 	l.mu.Lock()
-	defer l.mu.Unlock()
 	l.err = nil
-	for len(l.free) < reserveFree && l.err == nil {
-		l.err = l.grow()
+	l.mu.Unlock()
+	return l.want(reserveFree)
+}
+
+// want grows until so many chunks are free. After an error it tries no more.
+func (l *live) want(chunks int) error {
+	l.growing.Lock()
+	defer l.growing.Unlock()
+	for {
+		l.mu.Lock()
+		n, err := len(l.free), l.err
+		l.mu.Unlock()
+		if n >= chunks || err != nil {
+			return err
+		}
+		if err = l.grow(); err != nil {
+			l.mu.Lock()
+			l.err = err
+			l.mu.Unlock()
+		}
 	}
-	return l.err
 }
 
 // cell returns memory for a count. When there is no room left it is of this process only.
@@ -195,7 +222,9 @@ func (l *live) take(gen uint32) []byte {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if len(l.free) == 0 && l.err == nil {
-		l.err = l.grow()
+		l.mu.Unlock()
+		_ = l.want(1) // it tells its error to reserve
+		l.mu.Lock()
 	}
 	n := len(l.free)
 	if n == 0 {
@@ -249,18 +278,25 @@ func (l *live) setLastSeq(seq uint64) {
 	l.writeSeqs()
 }
 
-// setHeldSeq writes down the number of a report that never will be on disk: what the next life finds is not to be called so.
-func (l *live) setHeldSeq(seq uint64) {
+// setHeld writes down the last report and the generation of a group that never will be on disk, so that the next life neither finds
+// these counts nor gives that number away. Without an error this outlives a power cut.
+func (l *live) setHeld(k bootKnown) error {
 	l.mu.Lock()
-	defer l.mu.Unlock()
-	l.heldSeq = seq
+	l.held = k
 	l.writeSeqs()
+	header := l.header
+	l.mu.Unlock()
+	if header == nil { // and no counts are on disk
+		return nil
+	}
+	return l.syncHeader(header)
 }
 
 func (l *live) writeSeqs() {
 	if l.header != nil {
 		atomic.StoreUint64(word(l.header[lastSeqAt:]), l.lastSeq)
-		atomic.StoreUint64(word(l.header[heldSeqAt:]), l.heldSeq)
+		atomic.StoreUint64(word(l.header[heldSeqAt:]), l.held.seq)
+		atomic.StoreUint64(word(l.header[heldGenAt:]), uint64(l.held.sealed))
 	}
 }
 
@@ -269,7 +305,7 @@ type dead struct {
 	boot    string
 	kernel  string // the life of the machine that it is of
 	lastSeq uint64
-	heldSeq uint64
+	held    bootKnown
 	seed    uint32
 	f       *os.File
 }
@@ -293,7 +329,8 @@ func openDead(name string) (*dead, error) {
 			return nil, errors.Join(fmt.Errorf("%w: version %c, want %c", errNewer, h[7], liveMagic[7]), f.Close())
 		}
 		return &dead{boot: boot, kernel: strings.TrimRight(string(h[16:80]), "\x00"), seed: binary.LittleEndian.Uint32(h[8:]),
-			lastSeq: binary.LittleEndian.Uint64(block[lastSeqAt:]), heldSeq: binary.LittleEndian.Uint64(block[heldSeqAt:]), f: f}, nil
+			lastSeq: binary.LittleEndian.Uint64(block[lastSeqAt:]), f: f,
+			held: bootKnown{uint32(binary.LittleEndian.Uint64(block[heldGenAt:])), binary.LittleEndian.Uint64(block[heldSeqAt:])}}, nil
 	}
 	return nil, errors.Join(errDamaged, f.Close())
 }

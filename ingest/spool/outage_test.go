@@ -276,9 +276,6 @@ func TestAFullDiskIsNoOutage(t *testing.T) {
 	}{{"from the start", false, true}, {"later", false, false}, {"without the far side", true, true}} {
 		t.Run(tt.name, func(t *testing.T) {
 			dir, fill, empty := disktest.New(t)
-			if fill == nil {
-				return
-			}
 			synctest.Test(t, func(t *testing.T) {
 				far := &switched{sent: map[string]bool{}}
 				far.away.Store(tt.away)

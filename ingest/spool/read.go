@@ -85,14 +85,14 @@ func read(dir, gateway string) ([]*schemas.Report, error) {
 		k := known[l.boot]
 		var found ingest.Found
 		for gen, counts := range l.counts {
-			if gen > k.sealed {
+			if gen > max(k.sealed, l.held.sealed) {
 				for i := range counts {
 					c := &counts[i]
 					found.Add(&c.cell, c.texts[0], c.texts[1], c.texts[2], c.texts[3])
 				}
 			}
 		}
-		all = append(all, found.Reports(gateway, l.boot, max(l.lastSeq, k.seq))...)
+		all = append(all, found.Reports(gateway, l.boot, max(l.lastSeq, l.held.seq, k.seq))...)
 	}
 	return all, nil
 }
@@ -129,6 +129,7 @@ func readSegment(name string, known map[string]bootKnown, note func(*schemas.Rep
 type lifeCounts struct {
 	boot    string
 	lastSeq uint64
+	held    bootKnown
 	counts  map[uint32][]oneCount
 }
 
@@ -150,7 +151,7 @@ func readLives(dir string) (all []lifeCounts, err error) {
 		if err != nil {
 			return nil, fmt.Errorf("%s: %w", filepath.Base(name), err)
 		}
-		l := lifeCounts{boot: d.boot, lastSeq: d.lastSeq, counts: map[uint32][]oneCount{}}
+		l := lifeCounts{boot: d.boot, lastSeq: d.lastSeq, held: d.held, counts: map[uint32][]oneCount{}}
 		_, err = d.each(0, func(gen uint32, c *ingest.Cell, texts [4]string) {
 			l.counts[gen] = append(l.counts[gen], oneCount{*c, texts})
 		})

@@ -17,6 +17,7 @@ import (
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
+	"golang.org/x/sys/unix"
 
 	"github.com/weirhq/weir/ingest"
 	"github.com/weirhq/weir/schemas"
@@ -28,7 +29,8 @@ type Config struct {
 	MaxLive      int64 // of counts that are not sealed; what is over it does not survive a kill (256 MiB)
 	SegmentBytes int64 // a file of reports is closed at this size (8 MiB, or an eighth of MaxBytes)
 
-	sync func(*os.File) error // makes the content of a file outlive a power cut (fdatasync)
+	sync       func(*os.File) error // makes the content of a file outlive a power cut (fdatasync)
+	syncHeader func([]byte) error   // the same for the mapped header of the counts (msync)
 }
 
 func (c Config) withDefaults() Config {
@@ -42,6 +44,9 @@ func (c Config) withDefaults() Config {
 	num(&c.SegmentBytes, min(8<<20, max(c.MaxBytes/8, 64<<10)))
 	if c.sync == nil {
 		c.sync = syncData
+	}
+	if c.syncHeader == nil {
+		c.syncHeader = func(mapped []byte) error { return os.NewSyscallError("msync", unix.Msync(mapped, unix.MS_SYNC)) }
 	}
 	return c
 }
@@ -90,7 +95,10 @@ func reason(err error) string {
 	return "io"
 }
 
-var errFull = errors.New("it has reached its size")
+var (
+	errFull    = errors.New("it has reached its size")
+	errRefuses = errors.New("the disk has just refused a group")
+)
 
 // Spool is an ingest.Spool in a folder. The counts of requests survive the end of the process at any instruction, and
 // sealed reports also a power cut; a power cut takes at most the counts since the last seal.
@@ -113,9 +121,14 @@ type Spool struct {
 	groupAt int64             // where the group begins in active
 	held    []*schemas.Report // the group, where it need not be on disk
 	holding bool              // it need not
+	heldTo  bootKnown         // groups that were not
+	heldErr error             // the next life may not know
 	failed  error             // it cannot be
 	late    []*life
 	lateAt  time.Time // when to try late again
+
+	reserveAt  time.Time
+	reserveErr error
 
 	mu       sync.Mutex // the fields below
 	active   *segment   // the one that is written to; nil when the next group begins one
@@ -197,9 +210,9 @@ func (s *Spool) open() (err error) {
 	s.recover()
 	var seed [4]byte
 	_, _ = rand.Read(seed[:])
-	s.live = &live{dir: s.dir, boot: s.boot, kernel: kernelLife(), seed: binary.LittleEndian.Uint32(seed[:]), most: s.cfg.MaxLive,
+	s.live = &live{dir: s.dir, boot: s.boot, kernel: kernelLife(), seed: binary.LittleEndian.Uint32(seed[:]), most: s.cfg.MaxLive, syncHeader: s.cfg.syncHeader,
 		lastSeq: s.seq, taken: map[uint32][][]byte{}, volatile: map[uint32][]*ingest.Cell{}}
-	s.note(noCounts, s.live.reserve())
+	s.reserve()
 	return nil
 }
 
@@ -258,10 +271,11 @@ type life struct {
 	known bootKnown
 }
 
-// Trouble with reports; and with the counts: of this life, of earlier ones, and of what a newer weir has left.
+// Trouble with reports; and with the counts: of this life, what of them was told, of earlier lives, and of what a newer weir has left.
 const (
 	noReports = "cannot be written"
 	noCounts  = "counts do not survive a kill"
+	noHeld    = "what goes to the stream from memory may be told again after a power cut"
 	noRoom    = "counts of an earlier life wait until they can be sealed"
 	newer     = "a file in it is not for this weir, and stays for the one that wrote it"
 )
@@ -416,19 +430,35 @@ func ordinary(c contents, lives map[string]*dead, last bool) bool {
 	return last && c.cut
 }
 
-// Recover seals counts of earlier lives that Open could not, for there was no room, and returns how many reports that makes. It is
-// called now and then by the goroutine that seals, between groups.
+// Recover seals counts of earlier lives that Open could not, for there was no room, and returns how many reports that makes; and it
+// sees whether a disk that has refused takes something again, also when there is nothing to seal. It is called now and then by the
+// goroutine that seals, between groups.
 func (s *Spool) Recover() (reports int) {
+	s.reserve()
 	s.mu.Lock()
-	short := s.trouble[noCounts]
+	probe := s.trouble[noReports] && !s.refuses()
 	s.mu.Unlock()
-	if short {
-		s.note(noCounts, s.live.reserve())
+	if probe {
+		s.note(noReports, s.probe())
 	}
 	if len(s.late) == 0 || time.Now().Before(s.lateAt) {
 		return 0
 	}
 	return s.recover()
+}
+
+// probe asks the disk for room and to keep something.
+func (s *Spool) probe() error {
+	name := filepath.Join(s.dir, "probe")
+	_ = os.Remove(name) // one that a kill has left
+	f, err := create(name, s.dir)
+	if err != nil {
+		return err
+	}
+	if _, err = f.Write(make([]byte, 64<<10)); err == nil {
+		err = s.cfg.sync(f)
+	}
+	return errors.Join(err, f.Close(), os.Remove(name))
 }
 
 // recover seals what dead processes had counted, as far as it can now.
@@ -488,14 +518,14 @@ func (s *Spool) setAside(name string) error {
 func (s *Spool) bury(d *dead, known *bootKnown) (reports, damaged int, err error) {
 	var found ingest.Found
 	var last uint32
-	damaged, err = d.each(known.sealed, func(gen uint32, c *ingest.Cell, t [4]string) {
+	damaged, err = d.each(max(known.sealed, d.held.sealed), func(gen uint32, c *ingest.Cell, t [4]string) {
 		last = max(last, gen)
 		found.Add(c, t[0], t[1], t[2], t[3])
 	})
 	if err != nil || last == 0 {
 		return 0, damaged, err
 	}
-	boot, seq := d.boot, max(d.lastSeq, d.heldSeq, known.seq)
+	boot, seq := d.boot, max(d.lastSeq, d.held.seq, known.seq)
 	if d.kernel == "" || d.kernel != kernelLife() {
 		boot, seq = s.boot, s.seq
 		if s.live != nil { // which is in use: nobody had this one
@@ -555,18 +585,35 @@ func (s *Spool) Full() bool {
 	} else {
 		s.noteLocked("full, counts merge until there is room", nil)
 	}
-	return full || s.trouble[noReports] && len(s.unsent) > 0 && time.Since(s.refused) < refusedFor
+	return full || s.refuses() && s.waits()
 }
 
-// refusedFor is how long a disk that did not take a group is not asked while reports wait.
+// refuses says that the disk did not take the last group, not long ago: it is not asked again. Its caller holds mu.
+func (s *Spool) refuses() bool { return s.trouble[noReports] && time.Since(s.refused) < refusedFor }
+
 const refusedFor = 2 * time.Second
+
+// waits says that a report waits for its turn to be sent, other than those that go after all others. Its caller holds mu.
+func (s *Spool) waits() bool {
+	return slices.ContainsFunc(s.unsent, func(e *entry) bool { return !e.again })
+}
+
+// reserve has room made for counts, on a disk that had none now and then only.
+func (s *Spool) reserve() {
+	if now := time.Now(); s.reserveErr == nil || now.Sub(s.reserveAt) >= refusedFor {
+		s.reserveAt, s.reserveErr = now, s.live.reserve()
+		s.note(noCounts, s.reserveErr)
+	}
+}
 
 // Append adds a report to the group. While the disk takes nothing, and nothing waits to be sent, the group is in memory only: what
 // the stream takes need not wait for a disk.
 func (s *Spool) Append(r *schemas.Report) error {
 	if len(s.held) == 0 && len(s.group) == 0 {
 		s.mu.Lock()
-		s.holding = s.trouble[noReports] && len(s.unsent) == 0
+		if s.holding = s.trouble[noReports] && !s.waits(); s.holding && s.refuses() {
+			s.failed = errRefuses
+		}
 		s.mu.Unlock()
 	}
 	if s.failed == nil {
@@ -692,15 +739,25 @@ func (s *Spool) Commit(generation uint32) error {
 	switch {
 	case err == nil:
 		s.live.forget(generation)
+		s.reserveErr = nil // the disk takes something again
+		if s.heldErr != nil {
+			s.keepHeld(s.heldTo)
+		}
 	case len(held) > 0:
-		s.live.setHeldSeq(held[len(held)-1].Seq)
+		s.keepHeld(bootKnown{max(s.heldTo.sealed, generation), held[len(held)-1].Seq})
 		s.live.forget(generation)
 		s.hold(held)
 	default:
 		return err
 	}
-	s.note(noCounts, s.live.reserve())
+	s.reserve()
 	return nil
+}
+
+// keepHeld makes known to the next life how far groups went out from memory.
+func (s *Spool) keepHeld(to bootKnown) {
+	s.heldTo, s.heldErr = to, s.live.setHeld(to)
+	s.note(noHeld, s.heldErr)
 }
 
 // hold has a group sent that is in memory only.

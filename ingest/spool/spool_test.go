@@ -58,6 +58,9 @@ func ids(s *Spool) (all []string) {
 	return all
 }
 
+// later has s ask a disk that has refused as if it had waited long enough.
+func later(s *Spool) { s.refused, s.reserveAt, s.lateAt = time.Time{}, time.Time{}, time.Time{} }
+
 func count(s *Spool, gen uint32, tenant string, n int) {
 	c := s.Cell(0, gen, time.Unix(1.8e9, 0).UnixNano(), tenant, "r", "", "")
 	for range n {
@@ -338,6 +341,7 @@ func TestOrderOfAStore(t *testing.T) {
 	if len(s.live.taken[1]) != 1 {
 		t.Error("the counts of a group that is not kept are forgotten")
 	}
+	later(s)
 	add(t, s, 1, report("one", 1, 5)) // into another file
 	if s.active == nil || s.active.f.Name() == name {
 		t.Error("a file that could not be mended is written to again")
@@ -481,9 +485,6 @@ func TestFullSpool(t *testing.T) {
 // when there is room.
 func TestFullDisk(t *testing.T) {
 	dir, fill, empty := disktest.New(t)
-	if fill == nil {
-		return
-	}
 	m := NewMetrics(prometheus.NewRegistry())
 	s := open(t, Config{SegmentBytes: 64 << 10}, filepath.Join(dir, "spool"), "one", m)
 	fill()
@@ -513,6 +514,7 @@ func TestFullDisk(t *testing.T) {
 		t.Error("100000 keys fit on a full disk")
 	}
 	empty()
+	later(s)
 	add(t, s, 2, report("one", 1, 100_005))
 	if d, n := testutil.ToFloat64(m.Degraded), s.InMemory(); d != 0 || n != 0 {
 		t.Errorf("degraded %v with %d requests in memory only when there is room again, want 0", d, n)
@@ -522,59 +524,126 @@ func TestFullDisk(t *testing.T) {
 	}
 }
 
-// While the disk takes nothing and nothing waits, a group goes out from memory. What it told of is not found by the next life, and
-// what that one finds has another name.
+// While the disk takes nothing and nothing waits, a group goes out from memory. What it told of is not found by the next life, also
+// not after a power cut, which leaves old counts and what was synced; and what that one finds has another name.
 func TestAGroupInMemory(t *testing.T) {
-	dir, fill, empty := disktest.New(t)
-	if fill == nil {
-		return
+	for _, powerCut := range []bool{false, true} {
+		t.Run(fmt.Sprint("power cut ", powerCut), func(t *testing.T) {
+			dir := t.TempDir()
+			file := liveName(dir, "one")
+			asked := 0
+			var s *Spool
+			var onDisk []byte // what a power cut leaves of the counts
+			s = open(t, Config{
+				sync: func(*os.File) error { asked++; return syscall.EIO },
+				syncHeader: func(mapped []byte) error {
+					if r, _ := s.Next(); r != nil && r.Seq == s.live.held.seq {
+						t.Errorf("report %d can be sent before that is synced", r.Seq)
+					}
+					copy(onDisk, mapped)
+					return nil
+				},
+			}, dir, "one", nil)
+			seal := func(generation uint32, r *schemas.Report) error {
+				if err := s.Append(r); err != nil {
+					return err
+				}
+				return s.Commit(generation)
+			}
+			count(s, 1, "t1", 5)
+			if err := seal(1, report("one", 1, 5)); !errors.Is(err, syscall.EIO) {
+				t.Fatalf("the first group = %v, want EIO", err)
+			}
+			var err error
+			if onDisk, err = os.ReadFile(file); err != nil {
+				t.Fatal(err)
+			}
+			if err := seal(1, report("one", 1, 5)); err != nil {
+				t.Fatalf("the next group = %v, want it to be in memory", err)
+			}
+			if n, requests := s.Len(); n != 1 || requests != 5 || s.InMemory() != 5 || asked != 1 {
+				t.Errorf("%d reports of %d requests wait, %d in memory, the disk is asked %d times, want 1 of 5, all in memory, and once", n, requests, s.InMemory(), asked)
+			}
+			if !s.Full() {
+				t.Error("a disk that has just refused is asked again while a report waits")
+			}
+			count(s, 2, "t1", 3)
+			if err := seal(2, report("one", 2, 3)); !errors.Is(err, syscall.EIO) {
+				t.Errorf("a second group while the first one waits = %v, want EIO", err)
+			}
+			if r, again := s.Next(); r.Seq != 1 || again {
+				t.Errorf("Next = %v, %v", r, again)
+			}
+			s.Skip() // too large for the server
+			if s.Full() {
+				t.Error("full for a report that goes after all others")
+			}
+			if err := seal(2, report("one", 2, 3)); err != nil || s.InMemory() != 8 {
+				t.Errorf("a group behind one that cannot go = %v, %d in memory, want 8", err, s.InMemory())
+			}
+			if !s.Sent(1) || !s.Sent(2) || s.Unconfirmed() != 0 || s.InMemory() != 0 {
+				t.Errorf("%d wait for the history and %d are in memory, want none", s.Unconfirmed(), s.InMemory())
+			}
+			count(s, 3, "t1", 2)
+			if err := s.Close(); err != nil {
+				t.Fatal(err)
+			}
+			want := "1 of 2: [one-3]"
+			if powerCut { // these came after the last sync
+				if err := os.WriteFile(file, onDisk, 0o600); err != nil {
+					t.Fatal(err)
+				}
+				otherMachine(t, file)
+				want = "0 of 0: []"
+			}
+			found, err := Read(dir, "gw")
+			if err != nil {
+				t.Fatal(err)
+			}
+			for _, r := range found {
+				if id := fmt.Sprint(r.Boot, "-", r.Seq, " ", r.Requests()); id != "one-3 2" || powerCut {
+					t.Errorf("Read has %s", id)
+				}
+			}
+			s = open(t, Config{}, dir, "two", nil)
+			n, requests := s.Len()
+			if got := fmt.Sprintf("%d of %d: %v", n, requests, ids(s)); got != want {
+				t.Errorf("the next life has %s, want %s", got, want)
+			}
+		})
 	}
-	in := filepath.Join(dir, "spool")
-	s := open(t, Config{}, in, "one", nil)
-	fill()
-	count(s, 1, "t1", 5)
-	big := report("one", 1, 5)
-	for i := range 3000 {
-		big.Usage = append(big.Usage, schemas.Usage{Time: big.SealedAt, Tenant: fmt.Sprint("tenant-", i), Route: "route"})
-	}
-	seal := func(generation uint32, r *schemas.Report) error {
-		if err := s.Append(r); err != nil {
-			return err
+}
+
+// A disk that cannot say what was told from memory is told of, and usage goes out all the same.
+func TestAHeaderThatCannotBeSynced(t *testing.T) {
+	m := NewMetrics(prometheus.NewRegistry())
+	failing := error(syscall.EIO)
+	s := open(t, Config{sync: func(*os.File) error { return failing }, syncHeader: func([]byte) error { return failing }}, t.TempDir(), "one", m)
+	for range 2 {
+		if err := s.Append(report("one", 1, 5)); err != nil {
+			t.Fatal(err)
 		}
-		return s.Commit(generation)
+		_ = s.Commit(1) // the first time the disk refuses
 	}
-	if err := seal(1, big); !errors.Is(err, syscall.ENOSPC) {
-		t.Fatalf("the first group on a full disk = %v, want ENOSPC", err)
+	if n, requests := s.Len(); n != 1 || requests != 5 || !s.trouble[noHeld] {
+		t.Errorf("%d reports of %d requests can be sent, trouble %v, want 1 of 5 and that it may be told again", n, requests, s.trouble)
 	}
-	if err := seal(1, big); err != nil {
-		t.Fatalf("the next group = %v, want it to be in memory", err)
+	later(s)
+	if s.Recover(); !s.trouble[noReports] || !s.refuses() {
+		t.Error("nobody has asked the disk")
 	}
-	if n, requests := s.Len(); n != 1 || requests != 5 || s.InMemory() != 5 {
-		t.Errorf("%d reports of %d requests wait, %d in memory, want 1 of 5, all in memory", n, requests, s.InMemory())
+	failing = nil
+	s.Sent(1)
+	if s.Recover(); !s.trouble[noReports] {
+		t.Error("the disk is asked again at once")
 	}
-	if !s.Full() {
-		t.Error("a disk that has just refused is asked again while a report waits")
+	later(s)
+	if s.Recover(); s.trouble[noReports] {
+		t.Error("the disk takes all, and shows as one that cannot be written until there is something to write")
 	}
-	count(s, 2, "t1", 3)
-	if err := seal(2, report("one", 2, 3)); err == nil && s.InMemory() > 0 { // a small one may find room on disk
-		t.Error("a second group is in memory while the first one waits")
-	}
-	if r, again := s.Next(); r != big || again {
-		t.Errorf("Next = %v, %v", r, again)
-	}
-	if !s.Sent(1) || s.Unconfirmed() != 0 || s.InMemory() != 0 {
-		t.Errorf("%d wait for the history and %d are in memory, want none", s.Unconfirmed(), s.InMemory())
-	}
-	if err := s.Close(); err != nil {
-		t.Fatal(err)
-	}
-	empty()
-	s = open(t, Config{}, in, "two", nil)
-	if n, requests := s.Len(); n != 1 || requests != 3 {
-		t.Errorf("the next life has %d reports of %d requests, want 1 of 3", n, requests)
-	}
-	if got := fmt.Sprint(ids(s)); got != "[one-2]" {
-		t.Errorf("they are %s, want one-2", got)
+	add(t, s, 2, report("one", 2, 5))
+	if len(s.trouble) > 0 || testutil.ToFloat64(m.Degraded) != 0 {
+		t.Errorf("trouble %v on a disk that takes all", s.trouble)
 	}
 }
 

@@ -11,13 +11,22 @@ import (
 )
 
 // New is a file system of its own until the test ends, which fill leaves without a free byte until empty. To mount one takes root:
-// without, there is a folder and no fill.
+// without, the test is skipped.
 func New(t testing.TB) (dir string, fill, empty func()) {
+	t.Helper()
+	dir, fill, empty, err := Try(t)
+	if err != nil {
+		t.Skipf("NOT TESTED: no disk of our own to fill: %v", err)
+	}
+	return dir, fill, empty
+}
+
+// Try is New for a test that has more to do. After an error there is only dir, a folder.
+func Try(t testing.TB) (dir string, fill, empty func(), err error) {
 	t.Helper()
 	dir = t.TempDir()
 	if err := syscall.Mount("tmpfs", dir, "tmpfs", 0, "size="+roomy); err != nil {
-		t.Logf("no disk of our own to fill: %v", err)
-		return dir, nil, nil
+		return dir, nil, nil, os.NewSyscallError("mount", err)
 	}
 	t.Cleanup(func() {
 		if err := syscall.Unmount(dir, syscall.MNT_DETACH); err != nil {
@@ -48,7 +57,7 @@ func New(t testing.TB) (dir string, fill, empty func()) {
 			t.Fatal(err)
 		}
 	}
-	return dir, fill, empty
+	return dir, fill, empty, nil
 }
 
 const roomy = "16g"

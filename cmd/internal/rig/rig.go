@@ -47,7 +47,7 @@ type Config struct {
 	Webhook  string            // of on-call (none)
 	Hold     time.Duration     // before an alert is resolved (that of weir)
 	Secret   string            // that signs what goes there
-	Stores   map[string]string // folders for the data of NATS, Redis and ClickHouse (in Dir)
+	Stores   map[string]string // folders for the data of parts, by name (in Dir)
 }
 
 // Rig is one pipeline. Its methods may be called from any goroutine.
@@ -133,23 +133,17 @@ func (r *Rig) startServers() error {
 			}
 		}
 	}
-	store := func(name string) string {
-		if dir := r.cfg.Stores[name]; dir != "" {
-			return dir
-		}
-		return filepath.Join(r.cfg.Dir, name)
-	}
-	ch, err := clickhouse.Start(clickhouse.Config{Dir: store(ClickHouse), Port: ports[0], Database: "weir"}, r.Log)
+	ch, err := clickhouse.Start(clickhouse.Config{Dir: r.store(ClickHouse), Port: ports[0], Database: "weir"}, r.Log)
 	if err != nil {
 		return err
 	}
 	r.onClose(ended(ClickHouse, ch.Kill))
-	ns, err := nats.StartProcess(nats.Config{Dir: store(NATS), Port: ports[1]}, r.Log)
+	ns, err := nats.StartProcess(nats.Config{Dir: r.store(NATS), Port: ports[1]}, r.Log)
 	if err != nil {
 		return err
 	}
 	r.onClose(ended(NATS, ns.Kill))
-	rd, err := redis.Start(redis.Config{Dir: store(Redis), Port: ports[2], AppendOnly: true, Real: true}, r.Log)
+	rd, err := redis.Start(redis.Config{Dir: r.store(Redis), Port: ports[2], AppendOnly: true, Real: true}, r.Log)
 	if err != nil {
 		return err
 	}
@@ -163,6 +157,11 @@ func (r *Rig) startServers() error {
 		return p.Kill()
 	}
 	return nil
+}
+
+// store is the folder for the data of a part.
+func (r *Rig) store(name string) string {
+	return cmp.Or(r.cfg.Stores[name], filepath.Join(r.cfg.Dir, name))
 }
 
 // startWeirs starts what reaches each server through a proxy of its own.
@@ -276,7 +275,7 @@ func (r *Rig) run(name string, args ...string) error {
 	if err != nil {
 		return err
 	}
-	args = append(args, "--data", filepath.Join(r.cfg.Dir, name), "--metrics-addr", r.metrics[name])
+	args = append(args, "--data", r.store(name), "--metrics-addr", r.metrics[name])
 	w := &Weir{name: name, log: file, note: r.Note, cmd: func() *exec.Cmd { return r.command(args...) }}
 	r.onClose(w.close)
 	r.Weirs[name], r.Parts[name] = w, w
