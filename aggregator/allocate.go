@@ -128,7 +128,7 @@ const grantsPerSecond = 60
 
 // Grant divides a key by grants alone: nobody refills by itself, and whole tokens that are free move to gateways that run out of
 // them, as many as last for the time given. It is for limits too small to be cut into rates, and for those that are to be kept
-// to the token. When there are too few, who asks for nothing gives back what it holds, and the others are to run dry at the same
+// to the token. While more is asked for than there is, who asks for less than an even part has half as many. When there are too few, who asks for nothing gives back what it holds, and the others are to run dry at the same
 // time under the max-min fair division of the rate: who does so first is the first to have more, and of those that are dry the
 // one that comes after the last gateway that had some.
 func Grant(l Limit, levelMicros int64, parts []Part, lasting time.Duration, last string) Granting {
@@ -137,14 +137,22 @@ func Grant(l Limit, levelMicros int64, parts []Part, lasting time.Duration, last
 	g := Granting{Shares: make([]Share, len(parts)), Last: last, Free: levelMicros}
 	var hungry []hunger
 	idle, lack := int64(0), int64(0)
+	wanted := 0.0
+	for i := range parts {
+		wanted += float64(max(parts[i].RateNanos, 0))
+	}
 	for i := range parts {
 		p, s := &parts[i], &g.Shares[i]
 		s.Gateway, s.Burst = p.Gateway, (max(p.HeldMicros, 0)+999_999)/1e6
 		if p.RateNanos > 0 {
-			block := min(max(mulDiv(min(p.RateNanos, l.RateNanos), lasting.Milliseconds(), 1000)/1e9, 1), max(l.Burst, 1))
+			lasts, low := lasting, int64(3) // quarters of a block: the rest lasts for longer than a centre that is gone is waited for
+			if wanted > float64(l.RateNanos) && p.RateNanos < l.RateNanos/int64(len(parts)) {
+				lasts, low = lasting/2, 2 // what lies here is refused elsewhere
+			}
+			block := min(max(mulDiv(min(p.RateNanos, l.RateNanos), lasts.Milliseconds(), 1000)/1e9, 1), max(l.Burst, 1))
 			s.Burst = max(block, min((p.HeldMicros+999_999)/1e6, 2*block))
-			if need := block - p.HeldMicros/1e6; need > 0 && p.left() <= block*1e6/4*3 { // the rest lasts for longer than a centre that is gone is waited for
-				hungry = append(hungry, hunger{part: i, need: need, left: p.left()})
+			if need := block - p.HeldMicros/1e6; need > 0 && p.left() <= block*1e6/4*low {
+				hungry = append(hungry, hunger{part: i, need: need, left: p.left(), share: need})
 				lack += need
 			}
 		} else {
@@ -186,7 +194,7 @@ type hunger struct {
 	left  int64 // millionths of a token that it has not used yet, probably
 	rate  int64 // its part of the limit, in billionths of a token per second
 	dry   int64 // µs until it has none left at that rate
-	share int64 // tokens
+	share int64 // tokens that it should have now: all, or of too few its part
 }
 
 // queue orders gateways by when they will be dry, and sets what each should have of too few tokens for all to be dry together.

@@ -104,6 +104,23 @@ func TestGrantConserves(t *testing.T) {
 	})
 }
 
+// TestBlocksOfALease: a gateway has three quarters of a second's demand in hand, and half of that while more is asked for than there is
+// and it asks for less than an even part, for what lies there is refused elsewhere.
+func TestBlocksOfALease(t *testing.T) {
+	grants := func(held, other int64) (grant int64) {
+		p := []Part{{Demand: Demand{Gateway: "a", RateNanos: 100e9}, HeldMicros: held * 1e6}, {Demand: Demand{Gateway: "b", RateNanos: other * 1e9}}}
+		return Grant(Limit{RateNanos: 1000e9, Burst: 1000}, 2000e6, p, leaseFor, "").Shares[0].Grant
+	}
+	for _, c := range []struct{ held, other, want int64 }{
+		{76, 800, 0}, {75, 800, 25}, {0, 800, 100},
+		{51, 2000, 0}, {26, 2000, 0}, {25, 2000, 25}, {0, 2000, 50},
+	} {
+		if got := grants(c.held, c.other); got != c.want {
+			t.Errorf("a gateway that asks for 100/s of 1000, beside one that asks for %d, has %d in hand and is granted %d, want %d", c.other, c.held, got, c.want)
+		}
+	}
+}
+
 // TestTurns: single tokens go round.
 func TestTurns(t *testing.T) {
 	p := []Part{{Demand: Demand{Gateway: "a", RateNanos: 1e9}}, {Demand: Demand{Gateway: "b"}}, {Demand: Demand{Gateway: "c", RateNanos: 9e9}}, {Demand: Demand{Gateway: "d", RateNanos: 1}}}
