@@ -167,7 +167,6 @@ type Reporter struct {
 	wasMerging int
 	late       bool // a flush waits for the spool; Run's alone
 	full       bool // the spool was, at the last seal
-	refused    bool // the spool did not take the last group
 }
 
 // New returns a reporter for one life of a gateway. boot must be a valid name that nobody can guess and that was
@@ -177,7 +176,7 @@ func New(cfg Config, gateway, boot string, buckets Buckets, pub Publisher, log *
 		m = NewMetrics(prometheus.NewRegistry())
 	}
 	cfg = cfg.withDefaults()
-	r := &Reporter{cfg: cfg, gateway: gateway, boot: boot, buckets: buckets, log: log, m: m,
+	r := &Reporter{cfg: cfg, gateway: gateway, boot: boot, buckets: buckets, log: log.With("gateway", gateway), m: m,
 		spool: cfg.Spool, shrunk: make(chan struct{}, 1), pending: newPending(), generation: 1}
 	var ok bool
 	if r.stream, ok = pub.(Stream); !ok {
@@ -282,7 +281,7 @@ func (r *Reporter) Run(ctx context.Context) error {
 		if lost := r.cfg.Spool.InMemory(); lost > 0 {
 			return fmt.Errorf("drain usage of gateway %s: %d of %d requests are lost: neither the disk nor the stream took them", r.gateway, lost, requests)
 		}
-		r.log.Info("usage stays in the spool, the next start delivers it", "gateway", r.gateway, "reports", reports, "requests", requests)
+		r.log.Info("usage stays in the spool, the next start delivers it", "reports", reports, "requests", requests)
 		return nil
 	}
 	err := fmt.Errorf("drain usage of gateway %s: %d reports and %d requests are not known to be stored after %s", r.gateway, reports, requests, r.cfg.DrainTimeout)
@@ -374,16 +373,8 @@ func (r *Reporter) seal() {
 	if err == nil {
 		err = r.spool.Commit(r.pending.generation)
 	}
-	if err != nil { // nothing was taken
-		if !r.refused {
-			r.log.Error("the spool takes no reports, counts merge until it or the stream does; requests go on", "gateway", r.gateway, "err", err)
-		}
-		r.refused = true
+	if err != nil { // nothing was taken, the spool tells of it, and counts merge
 		return
-	}
-	if r.refused {
-		r.refused = false
-		r.log.Info("reports are sealed again", "gateway", r.gateway)
 	}
 	r.m.Reports.Add(float64(seq - r.seq))
 	r.m.Spooled.Add(float64(requests))
@@ -457,7 +448,7 @@ func (r *Reporter) send(ctx context.Context) {
 			r.sent(report, at)
 			if failed > 0 {
 				r.m.Degraded.Dec()
-				r.log.Info("usage reports are stored again", "gateway", r.gateway, "after", time.Since(since).Round(time.Millisecond), "attempts", failed)
+				r.log.Info("usage reports are stored again", "after", time.Since(since).Round(time.Millisecond), "attempts", failed)
 				failed = 0
 				r.lastErr.Store(nil)
 			}
@@ -470,17 +461,17 @@ func (r *Reporter) send(ctx context.Context) {
 		}
 		r.m.Failures.Inc()
 		if errors.Is(err, ErrTooLarge) { // it must not hold up the others
-			r.log.Error("usage report is larger than the server takes: it is kept, and the others go first", "gateway", r.gateway, "boot", report.Boot, "seq", report.Seq, "err", err)
+			r.log.Error("usage report is larger than the server takes: it is kept, and the others go first", "boot", report.Boot, "seq", report.Seq, "err", err)
 			r.spool.Skip()
 		}
 		if failed++; failed == 1 {
 			since, told = time.Now(), time.Now()
 			r.m.Degraded.Inc()
-			r.log.Warn("usage report not stored, trying again until it is; requests go on", "gateway", r.gateway, "seq", report.Seq, "err", err)
+			r.log.Warn("usage report not stored, trying again until it is; requests go on", "seq", report.Seq, "err", err)
 		} else if time.Since(told) >= r.cfg.LogEvery {
 			told = time.Now()
 			reports, requests := r.Pending()
-			r.log.Warn("usage reports are still not stored", "gateway", r.gateway, "for", time.Since(since).Round(time.Second), "attempts", failed, "reports", reports, "requests", requests, "err", err)
+			r.log.Warn("usage reports are still not stored", "for", time.Since(since).Round(time.Second), "attempts", failed, "reports", reports, "requests", requests, "err", err)
 		}
 		wait := min(r.cfg.RetryMax, r.cfg.RetryMin<<min(failed-1, 20))
 		select {
@@ -529,7 +520,7 @@ func (r *Reporter) ask(ctx context.Context, answers chan<- answer) {
 			cancel()
 			if err != nil {
 				r.m.Confirms.WithLabelValues("failed").Inc()
-				r.log.Debug("the history does not say what it has", "gateway", r.gateway, "err", err)
+				r.log.Debug("the history does not say what it has", "err", err)
 			} else {
 				r.m.Confirms.WithLabelValues("ok").Inc()
 				select {
@@ -551,7 +542,7 @@ func (r *Reporter) confirm(a answer) {
 	before, _ := r.spool.Len()
 	if again := r.spool.Stored(a.floor, a.stored); again > 0 {
 		r.m.Again.Add(float64(again))
-		r.log.Warn("reports that were in the stream are not in the history, sending them again", "gateway", r.gateway, "reports", again)
+		r.log.Warn("reports that were in the stream are not in the history, sending them again", "reports", again)
 	}
 	after, _ := r.spool.Len()
 	r.m.Reports.Add(float64(after - before))

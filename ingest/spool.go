@@ -26,7 +26,7 @@ type Spool interface {
 	Full() bool
 	// Append adds a report to a group, and Commit ends it: from then on all its reports are kept and all cells up to
 	// generation are forgotten, in one step. After an error of either, nothing of the group is kept, and no cell is
-	// forgotten. Generation 0 forgets none, and the group need not survive a power cut.
+	// forgotten, and the spool has told of it. Generation 0 forgets none, and the group need not survive a power cut.
 	Append(r *schemas.Report) error
 	Commit(generation uint32) error
 

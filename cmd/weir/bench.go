@@ -61,6 +61,9 @@ gateways, in real time.`,
 					return usagef("--%s is for --live: the simulator has no use of it", name)
 				}
 			}
+			if cfg.Seed == 0 {
+				return usagef("--seed is 0: the first is 1")
+			}
 			if cmd.Flags().Changed("rivals") {
 				if _, err := os.Stat(filepath.Join(rivals, "rivals", "main.go")); err != nil {
 					return usagef("--rivals: no Go module of rivals in %q: %w", rivals, err)

@@ -64,7 +64,7 @@ func NewGateway(cfg GatewayConfig, policy *Policy, nc *nats.Conn, m *Metrics, st
 	if err := schemas.ValidName(cfg.Name); err != nil {
 		return nil, fmt.Errorf("gateway: %w", err)
 	}
-	base, log := log, log.With("gateway", cfg.Name) // the feed names its gateway itself
+	base, log := log, log.With("gateway", cfg.Name) // the feed and the reporter name their gateway themselves
 	if cfg.Now == nil {
 		cfg.Now = time.Now
 	}
@@ -105,7 +105,7 @@ func NewGateway(cfg GatewayConfig, policy *Policy, nc *nats.Conn, m *Metrics, st
 			log.Error("usage waits in memory only: a kill loses what is not in the stream yet, and what is in the spool stays there", "err", err)
 		}
 	}
-	g.reporter = ingest.New(counting, cfg.Name, g.Boot, g.enforcer, pub, log, m.ingest)
+	g.reporter = ingest.New(counting, cfg.Name, g.Boot, g.enforcer, pub, base, m.ingest)
 	apply := g.enforcer.Apply
 	if cfg.Applied != nil {
 		apply = func(u schemas.ThrottleUpdate) { g.enforcer.Apply(u); cfg.Applied(u) }
