@@ -364,8 +364,18 @@ func TestAlerts(t *testing.T) {
 	if fmt.Sprint(got) != fmt.Sprint(want) {
 		t.Errorf("alerts = %q, want %q", got, want)
 	}
-	if got := number(t, s, "(SELECT count() FROM alerts)"); got != 3 {
-		t.Errorf("%d alert rows without FINAL, want 3: one for each message of the stream", got)
+	if got := number(t, s, "(SELECT count() FROM alerts)"); got != 4 {
+		t.Errorf("%d alert rows without FINAL, want 4: one for each message of the stream, and the first batch again, which was put in doubt", got)
+	}
+	if err := s.conn.Exec(t.Context(), "ALTER TABLE alerts DELETE WHERE 1 SETTINGS mutations_sync = 2"); err != nil {
+		t.Fatal(err)
+	}
+	s.Doubt() // the server was killed between the token and the rows, and another process does the batch again
+	if err := s.Alerts(t.Context(), batch(3, firing)); err != nil {
+		t.Fatal(err)
+	}
+	if got := number(t, s, "(SELECT count() FROM alerts)"); got != 1 {
+		t.Errorf("%d alert rows after their server has lost them, want 1", got)
 	}
 }
 

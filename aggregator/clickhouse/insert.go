@@ -301,7 +301,7 @@ func (s *Store) putMissingReports(ctx context.Context, tok string, items []schem
 func (s *Store) Doubt() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.sure = false
+	s.sure, s.alerted = false, false
 }
 
 // certain says that no attempt was made before at the batch in hand: not after one that failed, after a start, or in doubt.
@@ -500,15 +500,25 @@ func entries[E any](reports []stored, of func(*schemas.Report) []E) []entry[E] {
 	return out
 }
 
-// Alerts stores a batch of alerts; the rules of Reports hold. The same change told again is the same row under FINAL.
+// Alerts stores a batch of alerts; the rules of Reports hold. The same change told again is the same row under FINAL: in doubt whether
+// a batch was tried before, it is put under another token and not looked for.
 func (s *Store) Alerts(ctx context.Context, b schemas.Batch[*schemas.Alert]) error {
 	if len(b.Items) == 0 {
 		return nil
 	}
-	_, refused, err := sift(ctx, token(b), b.Items, func(a *schemas.Delivered[*schemas.Alert]) uint64 { return a.Seq },
+	tok := token(b)
+	s.mu.Lock()
+	if !s.alerted {
+		tok += "-" + rand.Text()
+	}
+	s.mu.Unlock()
+	_, refused, err := sift(ctx, tok, b.Items, func(a *schemas.Delivered[*schemas.Alert]) uint64 { return a.Seq },
 		func(ctx context.Context, tok string, alerts []schemas.Delivered[*schemas.Alert]) error {
 			return insert(ctx, s, alertsTable, tok, alerts)
 		})
+	s.mu.Lock()
+	s.alerted = err == nil
+	s.mu.Unlock()
 	if err == nil && len(refused) > 0 {
 		return refused
 	}

@@ -38,6 +38,7 @@ type Store struct {
 	counted  string          // token of the last batch counted as stored
 	degraded bool            // the last batch was not stored
 	sure     bool            // it was: no attempt at the next one was made before
+	alerted  bool            // the same of batches of alerts
 }
 
 // Metrics are what a Store counts. A nil field counts nothing.
