@@ -181,6 +181,16 @@ func (l *live) want(chunks int) error {
 	}
 }
 
+// close lets go of the file. What is mapped stays.
+func (l *live) close() error {
+	l.growing.Lock()
+	defer l.growing.Unlock()
+	if l.f == nil {
+		return nil
+	}
+	return l.f.Close()
+}
+
 // cell returns memory for a count. When there is no room left it is of this process only.
 func (l *live) cell(lane int, gen uint32, first int64, texts [4]string) *ingest.Cell {
 	need := entryBytes + len(texts[0]) + len(texts[1]) + len(texts[2]) + len(texts[3])

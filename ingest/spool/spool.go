@@ -1043,9 +1043,7 @@ func (s *Spool) Close() error {
 	defer s.mu.Unlock()
 	var errs []error
 	if s.live != nil {
-		if s.live.f != nil {
-			errs = append(errs, s.live.f.Close())
-		}
+		errs = append(errs, s.live.close())
 	}
 	files := map[*os.File]bool{}
 	if s.active != nil {
