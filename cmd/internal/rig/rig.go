@@ -17,6 +17,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"syscall"
 	"time"
 
 	"github.com/weirhq/weir/internal/embedded/clickhouse"
@@ -225,13 +226,18 @@ func (r *Rig) startWeirs() error {
 
 // link puts a proxy between a client and a server.
 func (r *Rig) link(client, server, target string) error {
-	port, err := freePort()
-	if err != nil {
-		return err
-	}
-	p, err := faultproxy.Start(net.JoinHostPort("127.0.0.1", strconv.Itoa(port)), target)
-	if err != nil {
-		return err
+	var p *faultproxy.Proxy
+	for {
+		port, err := freePort()
+		if err != nil {
+			return err
+		}
+		if p, err = faultproxy.Start(net.JoinHostPort("127.0.0.1", strconv.Itoa(port)), target); err == nil {
+			break
+		}
+		if !errors.Is(err, syscall.EADDRINUSE) { // somebody else took it just now
+			return err
+		}
 	}
 	r.onClose(p.Close)
 	r.Links[Link(client, server)] = p
