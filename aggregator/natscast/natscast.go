@@ -23,8 +23,6 @@ const (
 	maxBytes = 256 << 10
 	// shareBytes is what the numbers, tags and lengths of one share take at most, beside its rule, key and reason.
 	shareBytes = 80
-	// queue is the group of aggregators of which one answers a request.
-	queue = "weir-aggregator"
 	// waiting bounds the messages of one subject that wait to be handled. What is beyond is lost, and comes again.
 	waiting = 4096
 	// together is how many requests for tokens are one call of the counter, and takers how many calls there are at once.
@@ -112,7 +110,8 @@ func NewMetrics(reg prometheus.Registerer) *Metrics {
 	return m
 }
 
-// Server hears gateways and answers them. Every aggregator hears every heartbeat; one of them answers a request.
+// Server hears gateways and answers them. It is of the one aggregator that is the centre: one that is frozen, and was replaced, takes
+// no requests from it.
 type Server struct {
 	nc     *nats.Conn
 	centre Centre
@@ -138,15 +137,15 @@ func (s *Server) Run(ctx context.Context) (err error) {
 	defer running.Wait()
 	defer cancel()
 	for _, sub := range []struct {
-		subject, queue string
-		handle         func(context.Context, *nats.Msg)
+		subject string
+		handle  func(context.Context, *nats.Msg)
 	}{
-		{schemas.HeartbeatPrefix + "*", "", s.heartbeat},
-		{schemas.SnapshotPrefix + "*", queue, s.snapshot},
-		{schemas.ClockSubject, queue, s.clock},
+		{schemas.HeartbeatPrefix + "*", s.heartbeat},
+		{schemas.SnapshotPrefix + "*", s.snapshot},
+		{schemas.ClockSubject, s.clock},
 	} {
 		messages := make(chan *nats.Msg, waiting)
-		n, err := s.nc.ChanQueueSubscribe(sub.subject, sub.queue, messages)
+		n, err := s.nc.ChanSubscribe(sub.subject, messages)
 		if err != nil {
 			return fmt.Errorf("subscribe to %s: %w", sub.subject, err)
 		}
@@ -167,7 +166,7 @@ func (s *Server) Run(ctx context.Context) (err error) {
 		})
 	}
 	asked := make(chan *nats.Msg, waiting)
-	n, err := s.nc.ChanQueueSubscribe(schemas.StrictPrefix+"*", queue, asked)
+	n, err := s.nc.ChanSubscribe(schemas.StrictPrefix+"*", asked)
 	if err != nil {
 		return fmt.Errorf("subscribe to %s*: %w", schemas.StrictPrefix, err)
 	}

@@ -243,6 +243,42 @@ func TestTakes(t *testing.T) {
 	}
 }
 
+// mute is a centre that was frozen: it answers nobody.
+type mute struct{ centre }
+
+func (*mute) Take(context.Context, []schemas.TakeRequest) ([]schemas.TakeReply, error) {
+	return nil, errors.New("frozen")
+}
+
+// TestOneThatIsFrozenTakesNoRequestsAway: it is subscribed like the one that has replaced it.
+func TestOneThatIsFrozenTakesNoRequestsAway(t *testing.T) {
+	gateway, other, _ := serve(t, &centre{})
+	ctx, stop := context.WithCancel(t.Context())
+	ended := make(chan error, 1)
+	go func() {
+		ended <- natscast.NewServer(other, &mute{}, embeddedtest.Log(t), nil).Run(ctx)
+	}()
+	b, err := schemas.EncodeTakeRequest(schemas.TakeRequest{Rule: "r", Key: "k", LimitRateNanos: 1e9, LimitBurst: 10, Cost: 1})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for other.NumSubscriptions() < 8 { // both have four
+		time.Sleep(time.Millisecond)
+	}
+	if err := other.Flush(); err != nil {
+		t.Fatal(err)
+	}
+	for i := range 50 {
+		if _, err := gateway.Request(schemas.StrictPrefix+"g1", b, patient); err != nil {
+			t.Fatalf("request %d: %v", i, err)
+		}
+	}
+	stop()
+	if err := <-ended; err != nil {
+		t.Error(err)
+	}
+}
+
 // TestClock: both times lie between the asking and the hearing, by the same clock here.
 func TestClock(t *testing.T) {
 	gateway, _, _ := serve(t, &centre{})

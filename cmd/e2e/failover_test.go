@@ -13,6 +13,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/weirhq/weir/aggregator"
+	rediscounter "github.com/weirhq/weir/aggregator/redis"
 	"github.com/weirhq/weir/internal/embedded/embeddedtest"
 )
 
@@ -130,6 +132,73 @@ rules:
 		if got := float64(len(a.at)); got < 0.25*rate*lasted { // no more is asked for in much of the time
 			t.Errorf("%s: %.0f admitted in %.1f s", path, got, lasted)
 		}
+	}
+}
+
+// TestAFrozenCentreTakesNothing freezes the aggregator that answers strict requests. Once the other one has taken over, that one answers
+// them all; when the first one wakes up it takes no tokens for what was asked meanwhile.
+func TestAFrozenCentreTakesNothing(t *testing.T) {
+	nats, redis := embeddedtest.NATS(t), embeddedtest.Redis(t)
+	up := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(http.StatusNoContent) }))
+	t.Cleanup(up.Close)
+	policy := write(t, "policy.yaml", `
+version: 1
+identity: {tenant: {header: X-App-Key}}
+rules:
+  - {name: guard, layer: guard, key: [], rate: 13000/s, burst: 26000}
+  - {name: contract, layer: contract, key: [tenant], rate: 1/s, burst: 100000, consistency: strict}
+`)
+	centre := func() *process {
+		return start(t, `"lease":"centre"`, nil, "aggregator", "--metrics-addr", "127.0.0.1:0", "--nats", nats.URL(), "--redis", redis.URL(),
+			"--clickhouse", "http://127.0.0.1:1/weir", "--data", t.TempDir())
+	}
+	active, standby := centre(), centre()
+	gateway := start(t, `"msg":"throttling with the centre"`, nil, "gateway", "--name", "g", "--nats", nats.URL(), "--policy", policy,
+		"--upstream", up.URL, "--gateway-addr", "127.0.0.1:0", "--check-addr", "127.0.0.1:0", "--metrics-addr", "127.0.0.1:0", "--data", t.TempDir())
+	url := "http://" + listener(t, gateway) + "/"
+	counter, err := rediscounter.New(rediscounter.Config{URL: redis.URL()})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = counter.Close() })
+	taken := func() int64 {
+		n, err := counter.Total(t.Context(), aggregator.Key{Rule: "contract", Key: "acme"})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return n
+	}
+	asked := int64(0)
+	ask := func(n int) {
+		for range n {
+			if status, _, _ := get(t, url, "acme"); status != http.StatusNoContent {
+				t.Fatalf("status %d, want 204: there are tokens", status)
+			}
+			asked++
+			time.Sleep(5 * time.Millisecond)
+		}
+	}
+	// mostly says whether nearly all requests are answered by the centre: a busy machine may answer some of them late.
+	mostly := func() bool {
+		before := taken()
+		ask(100)
+		return taken()-before > 75
+	}
+	eventually(t, "the centre answers", mostly)
+	from := len(standby.lines())
+	active.signal(syscall.SIGSTOP)
+	eventually(t, "the other takes over", func() bool {
+		ask(1)
+		return slices.ContainsFunc(standby.lines()[from:], func(line string) bool {
+			return strings.Contains(line, "lease taken") && strings.Contains(line, `"lease":"centre"`)
+		})
+	})
+	eventually(t, "the other answers all", mostly)
+	before, was := taken(), asked
+	active.signal(syscall.SIGCONT)
+	ask(200)
+	if n, most := taken()-before, asked-was+50; n > most {
+		t.Errorf("%d tokens were taken for %d requests since the first one woke up, want at most %d", n, asked-was, most)
 	}
 }
 

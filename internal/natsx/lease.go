@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"sync/atomic"
 	"time"
 
 	"github.com/nats-io/nats.go/jetstream"
@@ -36,8 +37,9 @@ const giveBack = time.Second
 const released = "-"
 
 // Hold waits for the lease, calls f while it holds it, and again after each loss or return, until ctx is done or f returns an
-// error. f's context ends when the lease is lost. Hold returns nil once ctx is done.
-func (l Lease) Hold(ctx context.Context, f func(context.Context) error) error {
+// error. f's context ends when the lease is lost; sure is false sooner: as soon as a write is late, so that a process that was frozen
+// learns from it at once that another may hold the lease by now. Hold returns nil once ctx is done.
+func (l Lease) Hold(ctx context.Context, f func(ctx context.Context, sure func() bool) error) error {
 	l.Every = or(l.Every, time.Second)
 	l.Expiry = or(l.Expiry, 5*l.Every)
 	for {
@@ -92,15 +94,18 @@ func (l Lease) acquire(ctx context.Context) (revision uint64, err error) {
 }
 
 // while calls f and keeps the lease meanwhile.
-func (l Lease) while(ctx context.Context, revision uint64, f func(context.Context) error) error {
+func (l Lease) while(ctx context.Context, revision uint64, f func(context.Context, func() bool) error) error {
 	held, cancel := context.WithCancel(ctx)
 	defer cancel()
+	var written atomic.Pointer[time.Time]
+	now := time.Now()
+	written.Store(&now)
 	kept := make(chan uint64, 1)
 	go func() {
 		defer cancel()
-		kept <- l.keep(held, revision)
+		kept <- l.keep(held, revision, &written)
 	}()
-	err := f(held)
+	err := f(held, func() bool { return time.Since(*written.Load()) <= 3*l.Every })
 	cancel()
 	// What is given back need not expire. It is the last thing that happens, so ctx may be done by now.
 	give, done := context.WithTimeout(context.WithoutCancel(ctx), giveBack)
@@ -116,9 +121,9 @@ func (l Lease) while(ctx context.Context, revision uint64, f func(context.Contex
 	return err
 }
 
-// keep writes the lease until ctx is done, and returns its revision then, or 0 when it is not ours any more.
-func (l Lease) keep(ctx context.Context, revision uint64) uint64 {
-	for written := time.Now(); ; {
+// keep writes the lease until ctx is done, and returns its revision then, or 0 when it is not ours any more. written is when it last did.
+func (l Lease) keep(ctx context.Context, revision uint64, written *atomic.Pointer[time.Time]) uint64 {
+	for {
 		if !sleep(ctx, l.Every) {
 			return revision
 		}
@@ -128,7 +133,8 @@ func (l Lease) keep(ctx context.Context, revision uint64) uint64 {
 		cancel()
 		switch {
 		case err == nil:
-			revision, written = next, at
+			revision = next
+			written.Store(&at)
 		case errors.Is(err, jetstream.ErrKeyExists): // another revision: the answer to an earlier write was lost, or another process
 			entry, err := l.KV.Get(ctx, l.Key)
 			if err != nil || string(entry.Value()) != l.Owner && !strange(entry) {
@@ -136,7 +142,7 @@ func (l Lease) keep(ctx context.Context, revision uint64) uint64 {
 			}
 			revision = entry.Revision() // and over what is strange we write again
 		}
-		if time.Since(written) > l.Expiry-2*l.Every {
+		if time.Since(*written.Load()) > l.Expiry-2*l.Every {
 			l.Log.Warn("lease cannot be kept", "lease", l.Key, "err", fmt.Sprint(err))
 			return 0
 		}

@@ -47,7 +47,7 @@ func TestOneHoldsTheLeaseAtATime(t *testing.T) {
 	for _, name := range []string{"a", "b", "c"} {
 		l := natsx.Lease{KV: kv, Key: "leader", Owner: name, Every: 20 * time.Millisecond, Log: embeddedtest.Log(t)}
 		go func() {
-			ended <- l.Hold(ctx, func(ctx context.Context) error {
+			ended <- l.Hold(ctx, func(ctx context.Context, _ func() bool) error {
 				if n := holders.Add(1); n != 1 {
 					t.Errorf("%d holders at once", n)
 				}
@@ -78,7 +78,7 @@ func TestALeaseIsGivenBack(t *testing.T) {
 	kv, _ := leaseKV(t)
 	l := natsx.Lease{KV: kv, Key: "leader", Owner: "us", Log: embeddedtest.Log(t)}
 	done := errors.New("done")
-	if err := l.Hold(t.Context(), func(context.Context) error { return done }); !errors.Is(err, done) {
+	if err := l.Hold(t.Context(), func(context.Context, func() bool) error { return done }); !errors.Is(err, done) {
 		t.Errorf("Hold = %v, want the error of what it ran", err)
 	}
 	if entry, err := kv.Get(t.Context(), "leader"); err != nil || string(entry.Value()) != "-" {
@@ -96,7 +96,7 @@ func TestADeadHoldersLeaseExpires(t *testing.T) {
 	l := natsx.Lease{KV: kvOf(t, url), Key: "leader", Owner: "heir", Every: every, Log: embeddedtest.Log(t)}
 	began := time.Now()
 	want := errors.New("done")
-	if err := l.Hold(t.Context(), func(context.Context) error { return want }); !errors.Is(err, want) {
+	if err := l.Hold(t.Context(), func(context.Context, func() bool) error { return want }); !errors.Is(err, want) {
 		t.Errorf("Hold = %v, want the error of what it ran", err)
 	}
 	if waited := time.Since(began); waited < 5*every {
@@ -110,7 +110,7 @@ func TestTheLeaseOfAHolderKnownToBeGoneIsTaken(t *testing.T) {
 	const every = 20 * time.Millisecond
 	l := natsx.Lease{KV: kvOf(t, url), Key: "leader", Owner: "heir", Every: every, Expiry: time.Hour, Log: embeddedtest.Log(t), Gone: func(context.Context) bool { return true }}
 	taken := errors.New("taken")
-	take := func(context.Context) error { return taken }
+	take := func(context.Context, func() bool) error { return taken }
 	if _, err := kv.Put(t.Context(), "leader", []byte("dead")); err != nil {
 		t.Fatal(err)
 	}
@@ -141,7 +141,7 @@ func TestALostLeaseEndsTheWork(t *testing.T) {
 	lost := make(chan struct{})
 	ended := make(chan error, 1)
 	go func() {
-		ended <- l.Hold(ctx, func(held context.Context) error {
+		ended <- l.Hold(ctx, func(held context.Context, _ func() bool) error {
 			if _, err := kv.Put(ctx, "leader", []byte("thief")); err != nil {
 				t.Error(err)
 			}
@@ -160,6 +160,42 @@ func TestALostLeaseEndsTheWork(t *testing.T) {
 	}
 }
 
+// stuckKV does not write while it is stuck.
+type stuckKV struct {
+	jetstream.KeyValue
+	stuck atomic.Bool
+}
+
+func (s *stuckKV) Update(ctx context.Context, key string, value []byte, revision uint64) (uint64, error) {
+	if s.stuck.Load() {
+		<-ctx.Done()
+		return 0, ctx.Err()
+	}
+	return s.KeyValue.Update(ctx, key, value, revision)
+}
+
+// TestAHolderThatCannotWriteIsNotSure: long before another may take the lease, and as long as it lasts.
+func TestAHolderThatCannotWriteIsNotSure(t *testing.T) {
+	kv, _ := leaseKV(t)
+	stuck := &stuckKV{KeyValue: kv}
+	l := natsx.Lease{KV: stuck, Key: "leader", Owner: "us", Every: 50 * time.Millisecond, Expiry: time.Hour, Log: embeddedtest.Log(t)}
+	done := errors.New("done")
+	err := l.Hold(t.Context(), func(ctx context.Context, sure func() bool) error {
+		for _, want := range []bool{true, false, true} {
+			stuck.stuck.Store(!want)
+			for end := time.Now().Add(time.Minute); sure() != want; time.Sleep(time.Millisecond) {
+				if time.Now().After(end) || ctx.Err() != nil {
+					t.Fatalf("sure = %v, want %v; %v", sure(), want, ctx.Err())
+				}
+			}
+		}
+		return done
+	})
+	if !errors.Is(err, done) {
+		t.Errorf("Hold = %v", err)
+	}
+}
+
 // T5: who may ask a server something can have the answer written to the key. That takes the lease from nobody, and keeps nobody from
 // taking it.
 func TestT5StrangeWritesDoNotTakeALease(t *testing.T) {
@@ -174,7 +210,7 @@ func TestT5StrangeWritesDoNotTakeALease(t *testing.T) {
 	ended := make(chan error, 1)
 	l := natsx.Lease{KV: kv, Key: "leader", Owner: "us", Every: 200 * time.Millisecond, Log: embeddedtest.Log(t)}
 	go func() {
-		ended <- l.Hold(ctx, func(ctx context.Context) error {
+		ended <- l.Hold(ctx, func(ctx context.Context, _ func() bool) error {
 			close(held) // a second time would panic
 			<-ctx.Done()
 			close(lost)
@@ -220,7 +256,7 @@ func TestT5StrangeWritesDoNotTakeALease(t *testing.T) {
 	l.Every = 50 * time.Millisecond
 	wait, cancel := context.WithTimeout(ctx, time.Minute)
 	defer cancel()
-	if err := l.Hold(wait, func(context.Context) error { return taken }); !errors.Is(err, taken) {
+	if err := l.Hold(wait, func(context.Context, func() bool) error { return taken }); !errors.Is(err, taken) {
 		t.Errorf("Hold = %v, want that it takes the lease", err)
 	}
 	stop()

@@ -127,7 +127,7 @@ type history struct {
 }
 
 // keep keeps the history until ctx is done or another process has taken over, which is no error: this one stands by then.
-func (h *history) keep(ctx context.Context) error {
+func (h *history) keep(ctx context.Context, _ func() bool) error {
 	h.store.Doubt() // who kept it before may have left a batch half done
 	reports, err := jetstream.NewLedger(jetstream.Config{Name: historyConsumer, Declare: h.declare, Settled: h.marks.Settled}, h.nc, decodeReport, h.log, h.streams)
 	if err != nil {

@@ -44,7 +44,7 @@ type divider struct {
 }
 
 // keep is the centre until ctx is done.
-func (d *divider) keep(ctx context.Context) error {
+func (d *divider) keep(ctx context.Context, sure func() bool) error {
 	reports, err := jetstream.NewSource(jetstream.Config{Name: throttleConsumer, MaxDelay: throttleDelay, RetryMax: throttleRetry, Declare: d.declare}, d.nc, decodeReport, d.log, d.m.streams)
 	if err != nil {
 		return err
@@ -57,7 +57,7 @@ func (d *divider) keep(ctx context.Context) error {
 	g.Go(func() error { return agg.Run(ctx) })
 	g.Go(func() error { return reports.Consume(ctx, agg.Reports) })
 	g.Go(func() error {
-		return natscast.NewServer(d.nc, recordedCentre{agg, d.recorder}, d.log, d.m.cast).Run(ctx)
+		return natscast.NewServer(d.nc, servingCentre{agg, d.recorder, sure}, d.log, d.m.cast).Run(ctx)
 	})
 	return g.Wait()
 }
@@ -86,13 +86,24 @@ func (d *divider) ready() error {
 	return d.reports.Ready()
 }
 
-// recordedCentre keeps every heartbeat for the history.
-type recordedCentre struct {
+// servingCentre keeps every heartbeat for the history, and takes no tokens in doubt whether it is the centre still.
+type servingCentre struct {
 	*aggregator.Aggregator
 	recorder *clickhouse.Recorder
+	sure     func() bool
 }
 
-func (c recordedCentre) Heartbeat(h *schemas.Heartbeat, arrived time.Time) {
+var errReplaced = errors.New("another process may be the centre by now")
+
+// Take leaves alone what was asked while the process was frozen: nobody waits for these tokens any more.
+func (c servingCentre) Take(ctx context.Context, asked []schemas.TakeRequest) ([]schemas.TakeReply, error) {
+	if !c.sure() {
+		return nil, errReplaced
+	}
+	return c.Aggregator.Take(ctx, asked)
+}
+
+func (c servingCentre) Heartbeat(h *schemas.Heartbeat, arrived time.Time) {
 	c.Aggregator.Heartbeat(h, arrived)
 	c.recorder.Gateway(clickhouse.GatewaySample{Time: arrived, Heartbeat: *h})
 }
