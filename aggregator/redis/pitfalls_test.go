@@ -654,7 +654,8 @@ func TestStrictAfterALoss(t *testing.T) {
 				t.Fatal(err)
 			}
 			t.Cleanup(func() { _ = s.Stop() })
-			centre, other := open(t, redis.Config{URL: s.URL(), Timeout: patient}), open(t, redis.Config{URL: s.URL(), Timeout: patient})
+			forgot := 0
+			centre, other := open(t, redis.Config{URL: s.URL(), Timeout: patient, Forgot: func() { forgot++ }}), open(t, redis.Config{URL: s.URL(), Timeout: patient})
 			l := aggregator.Limit{RateNanos: per(1, time.Hour), Burst: 10}
 			admitted := func(c *redis.Counter, key string) (n int) {
 				t.Helper()
@@ -697,6 +698,9 @@ func TestStrictAfterALoss(t *testing.T) {
 			}
 			if n := admitted(other, "b"); n != 0 {
 				t.Errorf("%d admitted of a key that a report made, want none", n)
+			}
+			if forgot != 1 {
+				t.Errorf("told %d times that Redis has forgotten, want once", forgot)
 			}
 
 			if err := lose(t, s); err != nil {

@@ -30,6 +30,7 @@ type Config struct {
 	Pipeline  int           // keys in one round trip (1000)
 	PerCall   int           // keys in one script call, which holds Redis up for about 5 µs each (50; always 1 in a cluster)
 	MaxLive   int           // keys in the index of live ones (200,000)
+	Forgot    func()        // told when Redis is found to have forgotten everything, once each time; may be nil
 }
 
 // ErrUnreachable is wrapped by errors of a Redis that cannot be used at all: no connection, or a wrong user or password.
@@ -258,7 +259,9 @@ func (c *Counter) memory(ctx context.Context) (since, now int64, err error) {
 	if err != nil {
 		return 0, 0, fmt.Errorf("ask since when it remembers: %w", c.failed(err))
 	}
-	c.made.Store(v[1])
+	if was := c.made.Swap(v[1]); was > 0 && was != v[1] && c.cfg.Forgot != nil {
+		c.cfg.Forgot()
+	}
 	return v[0], v[2], nil
 }
 

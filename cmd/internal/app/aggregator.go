@@ -48,7 +48,10 @@ func NewAggregator(ctx context.Context, s Servers, nc *nats.Conn, m *Metrics, st
 	if err := declare(ctx); err != nil {
 		return nil, err
 	}
-	counter, err := redis.New(redis.Config{URL: s.Redis})
+	counter, err := redis.New(redis.Config{URL: s.Redis, Forgot: func() {
+		log.Error("Redis has forgotten everything: buckets of strict rules begin empty, those of tenants that it never knew too, and earn from now on. " +
+			"Others are rebuilt from reports. Have it keep its data: appendonly yes")
+	}})
 	if err != nil {
 		return nil, err
 	}
