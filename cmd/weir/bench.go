@@ -20,7 +20,7 @@ func benchCommand() *cobra.Command {
 		Use:     "bench",
 		Short:   "Measure weir beside what others do",
 		Example: "  weir bench accuracy --sim",
-		Args:    noArgs,
+		Args:    known,
 		RunE:    func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 	}
 	cmd.AddCommand(benchAccuracyCommand())
@@ -47,6 +47,9 @@ gateways, in real time.`,
 			}
 			if doc != "" && charts == "" {
 				return usagef("--doc shows charts: say where with --svg")
+			}
+			if doc != "" && (live || len(cfg.Scenarios)+len(cfg.Modes) > 0) {
+				return usagef("--doc replaces all results by those of all scenarios and modes in the simulator: leave --live, --scenario and --mode out")
 			}
 			if sim && live {
 				return usagef("--sim or --live, not both")

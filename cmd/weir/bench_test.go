@@ -12,6 +12,7 @@ func TestBenchAccuracySaysWhatIsWrongAtOnce(t *testing.T) {
 		{"--scenario step,", "--scenario is empty"}, {"--sim --live", "not both"},
 		{"--whole", "--live"}, {"--sim --rivals ../../internal/bench", "--live"}, {"--log-level debug", "--live"},
 		{"--live --rivals /nowhere", "/nowhere"}, {"--live --rivals=", "--rivals"}, {"--seed 0", "--seed"},
+		{"--scenario step --svg x --doc y", "--doc"}, {"--live --svg x --doc y", "--doc"},
 		{"--live --scenario nope", "moving-hotspot"}, {"--live --scenario clocks", "moving-hotspot"}, {"--live --mode nope", "lease, strict"},
 	} {
 		out, stderr, code := weir(t, append([]string{"bench", "accuracy"}, strings.Fields(c.flags)...)...)

@@ -23,7 +23,7 @@ func dlqCommand() *cobra.Command {
 		Use:     "dlq",
 		Short:   "Look at the messages that could not be taken, replay or drop them",
 		Example: "  weir dlq list --reason refused\n  weir dlq replay 17 18\n  weir dlq drop --all --reason malformed",
-		Args:    noArgs,
+		Args:    known,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return usagef("dlq what? One of: list, show, replay, drop")
 		},

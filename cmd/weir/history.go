@@ -21,7 +21,7 @@ func historyCommand() *cobra.Command {
 		Use:     "history",
 		Short:   "Prove that the history adds up, rebuild its roll-ups, and correct it",
 		Example: "  weir history verify --last 24h\n  weir history rebuild --from 2026-11-01T00:00:00Z --to 2026-12-01T00:00:00Z",
-		Args:    noArgs,
+		Args:    known,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return usagef("history what? One of: verify, rebuild, correct, corrections")
 		},

@@ -61,7 +61,7 @@ func execute(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 		}
 		help(cmd, args)
 	})
-	err := root.ExecuteContext(ctx)
+	cmd, err := root.ExecuteContextC(ctx)
 	if err == nil {
 		err = wrong
 	}
@@ -75,7 +75,7 @@ func execute(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 	fmt.Fprintf(stderr, "weir: %s\n", text.Lines(err.Error()))
 	switch {
 	case errors.As(err, new(usageError)):
-		fmt.Fprintln(stderr, "Try 'weir --help'.")
+		fmt.Fprintf(stderr, "Try '%s --help'.\n", cmd.CommandPath())
 		return exitUsage
 	case errors.Is(err, errDegraded):
 		return exitDegraded

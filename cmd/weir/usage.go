@@ -18,7 +18,7 @@ func usageCommand() *cobra.Command {
 		Use:     "usage",
 		Short:   "Ask ClickHouse who used what",
 		Example: "  weir usage top --last 1h\n  weir usage tenant acme --last 24h --step 1h\n  weir usage curve --rule contract --tenant acme --last 10m",
-		Args:    noArgs,
+		Args:    known,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return usagef("usage of what? One of: top, tenant, curve")
 		},
