@@ -1,9 +1,12 @@
 package e2e
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
+	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
@@ -184,6 +187,33 @@ func TestAGatewayWhoseDiskIsFull(t *testing.T) {
 		empty()
 	})
 	m.report()
+}
+
+// A NATS that comes back without its store, after the aggregator has lost its leases, is made ready anew by it, and what gateways counted
+// is whole.
+func TestNATSComesBackEmpty(t *testing.T) {
+	store := t.TempDir()
+	r := newRig(t, rig.Config{Gateways: 2, Stores: map[string]string{rig.NATS: store}})
+	m := &matrix{t: t, r: r, j: rig.NewJournal(), oncall: newOncall(t), part: rig.NATS}
+	do := func(err error) {
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	m.cell("all up", time.Time{}, nil, nil, "", nil)
+	m.cell("comes back empty", time.Time{}, func() { do(r.Parts[rig.NATS].Kill()) }, func() bool { return m.shown(rig.Aggregator, []string{"consumer"}) }, "", func() {
+		eventually(t, "the leases are lost", func() bool {
+			log, err := os.ReadFile(filepath.Join(r.Dir(), rig.Aggregator+".log"))
+			do(err)
+			return bytes.Count(log, []byte("lease lost")) == 2
+		})
+		files, err := filepath.Glob(filepath.Join(store, "*"))
+		do(err)
+		for _, f := range files {
+			do(os.RemoveAll(f))
+		}
+		do(r.Parts[rig.NATS].Restart())
+	})
 }
 
 // matrix is one row of the matrix: the cells of one part.

@@ -8,8 +8,11 @@ import (
 	"log/slog"
 	"net"
 	"net/url"
+	"os"
+	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/nats-io/nats.go"
@@ -73,16 +76,18 @@ func NewMetrics(reg prometheus.Registerer) *Metrics {
 	return m
 }
 
-// Connect returns a connection at once and keeps trying for ever, also when the server is not there yet, has gone or
-// refuses the credentials (they may be put right there). While it is down, publishing fails immediately: nothing is
-// kept back to be sent late. m may be nil.
+// Connect returns a connection at once (after probeTimeout when a server says nothing) and keeps trying for ever, also when the server
+// is not there yet, hangs, has gone or refuses the credentials (they may be put right there). While it is down, publishing fails
+// immediately: nothing is kept back to be sent late. m may be nil.
 func Connect(cfg Config, log *slog.Logger, m *Metrics) (*nats.Conn, error) {
 	cfg = cfg.withDefaults()
 	l, err := newLink(cfg, log, m)
 	if err != nil {
 		return nil, err
 	}
+	l.shun.Store(l.silent()) // the client tries each server once before it returns
 	nc, err := nats.Connect(cfg.URL, append(l.options(), nats.RetryOnFailedConnect(true))...)
+	l.shun.Store(false)
 	if err != nil {
 		return nil, fmt.Errorf("connect to NATS at %s: %w", l.where, err)
 	}
@@ -90,6 +95,45 @@ func Connect(cfg Config, log *slog.Logger, m *Metrics) (*nats.Conn, error) {
 		l.down(nc.LastError())
 	}
 	return nc, nil
+}
+
+// probeTimeout is how long a start waits for a word of each server.
+const probeTimeout = 250 * time.Millisecond
+
+var errSilent = fmt.Errorf("a server has said nothing within %s", probeTimeout)
+
+// silent says whether one of the servers neither greets, as a server of NATS does at once, nor refuses the connection.
+func (l *link) silent() bool {
+	all := strings.Split(l.cfg.URL, ",")
+	found := make(chan bool, len(all))
+	for _, one := range all {
+		go func() { found <- mute(one) }()
+	}
+	silent := false
+	for range all {
+		silent = <-found || silent
+	}
+	return silent
+}
+
+func mute(address string) bool {
+	u, err := parse(address)
+	if err != nil {
+		return false
+	}
+	host := u.Host
+	if u.Port() == "" {
+		host = net.JoinHostPort(u.Hostname(), strconv.Itoa(nats.DefaultPort))
+	}
+	conn, err := net.DialTimeout("tcp", host, probeTimeout)
+	if err != nil {
+		e, ok := err.(net.Error)
+		return ok && e.Timeout()
+	}
+	defer func() { _ = conn.Close() }()
+	_ = conn.SetReadDeadline(time.Now().Add(probeTimeout))
+	_, err = conn.Read(make([]byte, 1))
+	return errors.Is(err, os.ErrDeadlineExceeded)
 }
 
 // ConnectCheck is Connect for a start that must not go on without the server: it returns a connection that is up, or,
@@ -161,6 +205,7 @@ type link struct {
 	where string
 	log   *slog.Logger
 	m     *Metrics
+	shun  atomic.Bool // no server is asked just now
 
 	mu       sync.Mutex // all below
 	isUp     bool
@@ -186,6 +231,12 @@ func newLink(cfg Config, log *slog.Logger, m *Metrics) (*link, error) {
 // Dial reaches a server for the client, and keeps the reason when there is none: the client says only that it has no server, or
 // no buffer.
 func (l *link) Dial(network, address string) (net.Conn, error) {
+	if l.shun.Load() {
+		l.mu.Lock()
+		defer l.mu.Unlock()
+		l.dialErr = errSilent
+		return nil, errSilent
+	}
 	conn, err := net.DialTimeout(network, address, l.cfg.Timeout)
 	l.mu.Lock()
 	l.dialErr = err

@@ -28,6 +28,10 @@ type Lease struct {
 	// Gone says whether it is known that nobody holds the lease, whoever wrote it last. Then it is taken at the second look and not
 	// when it expires. Nil never knows.
 	Gone func(context.Context) bool
+	// Declare makes the bucket anew where it is lost. It is called while the key cannot be read; nil makes none.
+	Declare func(context.Context) error
+	// Told is told the reason when the key cannot be read, and nil when it can again; it may be nil.
+	Told func(error)
 }
 
 // giveBack bounds how long giving a lease back may take.
@@ -62,12 +66,38 @@ func (l Lease) Hold(ctx context.Context, f func(ctx context.Context, sure func()
 func (l Lease) acquire(ctx context.Context) (revision uint64, err error) {
 	var seen uint64 // revision at the last look
 	var since time.Time
+	var blind bool
+	tell := func(err error) {
+		if blind == (err != nil) {
+			return
+		}
+		if blind = err != nil; blind {
+			l.Log.Warn("nobody knows who holds the lease, trying again until it can be read", "lease", l.Key, "err", err)
+		} else {
+			l.Log.Info("the lease can be read again", "lease", l.Key)
+		}
+		if l.Told != nil {
+			l.Told(err)
+		}
+	}
+	defer tell(nil)
 	for told, gone := false, false; ; {
 		was := gone
 		entry, err := l.KV.Get(ctx, l.Key)
 		gone = err == nil && entry.Revision() == seen && l.Gone != nil && l.Gone(ctx)
+		missing := errors.Is(err, jetstream.ErrKeyNotFound)
+		if err == nil || missing {
+			tell(nil)
+		}
 		switch {
-		case errors.Is(err, jetstream.ErrKeyNotFound):
+		case err != nil && !missing && ctx.Err() == nil:
+			tell(err)
+			if l.Declare != nil {
+				if err := l.Declare(ctx); err != nil {
+					l.Log.Debug("what the lease needs cannot be made", "lease", l.Key, "err", err)
+				}
+			}
+		case missing:
 			if revision, err = l.KV.Create(ctx, l.Key, []byte(l.Owner)); err == nil {
 				return revision, nil
 			}

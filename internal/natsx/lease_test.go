@@ -3,6 +3,7 @@ package natsx_test
 import (
 	"context"
 	"errors"
+	"fmt"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -104,6 +105,20 @@ func TestADeadHoldersLeaseExpires(t *testing.T) {
 	}
 }
 
+// aliveKV is written to by another holder before each look.
+type aliveKV struct {
+	jetstream.KeyValue
+	looks atomic.Int32
+}
+
+func (a *aliveKV) Get(ctx context.Context, key string) (jetstream.KeyValueEntry, error) {
+	a.looks.Add(1)
+	if _, err := a.Put(ctx, key, []byte("alive")); err != nil {
+		return nil, err
+	}
+	return a.KeyValue.Get(ctx, key)
+}
+
 // TestTheLeaseOfAHolderKnownToBeGoneIsTaken has one that writes no more, and one that does.
 func TestTheLeaseOfAHolderKnownToBeGoneIsTaken(t *testing.T) {
 	kv, url := leaseKV(t)
@@ -119,12 +134,13 @@ func TestTheLeaseOfAHolderKnownToBeGoneIsTaken(t *testing.T) {
 	}
 	ctx, stop := context.WithCancel(t.Context())
 	ended := make(chan error, 1)
+	alive := &aliveKV{KeyValue: kv}
+	l.KV = alive
 	go func() { ended <- l.Hold(ctx, take) }()
-	for range 200 { // it writes more often than the other looks
-		if _, err := kv.Put(t.Context(), "leader", []byte("alive")); err != nil {
-			t.Fatal(err)
+	for end := time.Now().Add(time.Minute); alive.looks.Load() < 20; time.Sleep(time.Millisecond) {
+		if time.Now().After(end) {
+			t.Fatal("nobody looks")
 		}
-		time.Sleep(time.Millisecond)
 	}
 	stop()
 	if err := <-ended; err != nil {
@@ -157,6 +173,49 @@ func TestALostLeaseEndsTheWork(t *testing.T) {
 	}
 	if entry, err := kv.Get(t.Context(), "leader"); err != nil || string(entry.Value()) != "thief" {
 		t.Errorf("lease = %v, %v, want it left to the other", entry, err)
+	}
+}
+
+// TestALeaseWhoseBucketIsLostIsMadeAnew: a server that has lost its store, or whose bucket was deleted, keeps nobody from going on.
+func TestALeaseWhoseBucketIsLostIsMadeAnew(t *testing.T) {
+	nc, err := nats.Connect(embeddedtest.NATS(t).URL())
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(nc.Close)
+	js, err := jetstream.New(nc)
+	if err != nil {
+		t.Fatal(err)
+	}
+	declare := func(ctx context.Context) error {
+		_, err := js.CreateOrUpdateKeyValue(ctx, jetstream.KeyValueConfig{Bucket: "leases"})
+		return err
+	}
+	if err := declare(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	kv, err := js.KeyValue(t.Context(), "leases")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var told []bool
+	l := natsx.Lease{KV: kv, Key: "leader", Owner: "us", Every: 20 * time.Millisecond, Log: embeddedtest.Log(t), Declare: declare,
+		Told: func(err error) { told = append(told, err == nil) }}
+	ctx, stop := context.WithTimeout(t.Context(), time.Minute)
+	defer stop()
+	done, turns := errors.New("done"), 0
+	err = l.Hold(ctx, func(held context.Context, _ func() bool) error {
+		if turns++; turns == 2 {
+			return done
+		}
+		if err := js.DeleteKeyValue(ctx, "leases"); err != nil {
+			t.Error(err)
+		}
+		<-held.Done()
+		return nil
+	})
+	if !errors.Is(err, done) || fmt.Sprint(told) != "[false true]" {
+		t.Errorf("Hold = %v after %d turns, told %v, want it taken again, and both told", err, turns, told)
 	}
 }
 

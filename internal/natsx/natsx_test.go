@@ -99,6 +99,29 @@ func TestUnreachableServerIsLoggedWithItsReason(t *testing.T) {
 	}
 }
 
+// A server that hangs is waited for in the background, and taken once it speaks.
+func TestASilentServerHoldsUpNoStart(t *testing.T) {
+	hung, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	address := hung.Addr().String()
+	began := time.Now()
+	nc, err := Connect(Config{URL: freeAddr(t) + "," + address, Timeout: 30 * time.Second, RetryWait: 10 * time.Millisecond}, quiet, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer nc.Close()
+	if took := time.Since(began); took > 10*time.Second {
+		t.Errorf("Connect took %s beside a server that says nothing", took)
+	}
+	if err := hung.Close(); err != nil { // and with it what waits to be accepted
+		t.Fatal(err)
+	}
+	startAt(t, nats.Config{Dir: t.TempDir(), Port: port(t, "nats://"+address)})
+	eventually(t, "the server is taken once it speaks", nc.IsConnected)
+}
+
 func TestWrongPasswordIsOneClearLineAtOnce(t *testing.T) {
 	srv := startAt(t, nats.Config{Dir: t.TempDir(), User: "weir", Password: "right"})
 	at := strings.TrimPrefix(srv.URL(), "nats://")

@@ -48,7 +48,7 @@ func (p *Pulse) Run(ctx context.Context) error {
 			*d.field = d.value
 		}
 	}
-	defer p.set(time.Time{}, nil)
+	defer p.stop()
 	var healthy time.Time // since when it answers; zero while it does not
 	for ctx.Err() == nil {
 		asked := time.Now()
@@ -92,15 +92,29 @@ func (p *Pulse) set(since time.Time, err error) {
 	case p.since.IsZero() == since.IsZero():
 	case since.IsZero():
 		p.Log.Info("the server is well again", "server", p.Server, "after", time.Since(p.since).Round(time.Millisecond))
-		p.since = since
-		if p.Raised != nil {
-			p.Raised.Dec()
-		}
+		p.clear()
 	default:
 		p.Log.Warn("the server is not well", "server", p.Server, "err", err)
 		p.since = since
 		if p.Raised != nil {
 			p.Raised.Inc()
 		}
+	}
+}
+
+// clear ends that the server is not well. mu is held.
+func (p *Pulse) clear() {
+	p.since = time.Time{}
+	if p.Raised != nil {
+		p.Raised.Dec()
+	}
+}
+
+// stop says no more of the server, well or not.
+func (p *Pulse) stop() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if !p.since.IsZero() {
+		p.clear()
 	}
 }

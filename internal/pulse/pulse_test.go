@@ -1,6 +1,7 @@
 package pulse
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"log/slog"
@@ -16,9 +17,10 @@ import (
 // A server that hangs shows within a second, one that refuses at once; both go out again a second after they answer.
 func TestPulse(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
+		var log bytes.Buffer
 		var hangs, refuses atomic.Bool
 		raised := prometheus.NewGauge(prometheus.GaugeOpts{Name: "raised"})
-		p := &Pulse{Server: "x", Raised: raised, Log: slog.New(slog.DiscardHandler), Ask: func(ctx context.Context) error {
+		p := &Pulse{Server: "x", Raised: raised, Log: slog.New(slog.NewTextHandler(&log, nil)), Ask: func(ctx context.Context) error {
 			for hangs.Load() {
 				select {
 				case <-ctx.Done():
@@ -74,5 +76,8 @@ func TestPulse(t *testing.T) {
 			t.Error(err)
 		}
 		want("stopped", 0)
+		if n := bytes.Count(log.Bytes(), []byte("well again")); n != 3 {
+			t.Errorf("told %d times that it is well again, want 3: not of a server that hung when nobody asked any more", n)
+		}
 	})
 }

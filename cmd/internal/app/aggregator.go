@@ -35,6 +35,9 @@ const (
 type Aggregator struct {
 	divider *divider
 	history *history
+
+	mu     sync.Mutex       // guards leases
+	leases map[string]error // why one cannot be read
 }
 
 // NewAggregator starts the centre on the stack. NATS must be there; Redis and ClickHouse may come later, but a wrong
@@ -86,13 +89,28 @@ func NewAggregator(ctx context.Context, s Servers, nc *nats.Conn, m *Metrics, st
 		}),
 		account: newAccountant(store, js, m.overshoot, log)}
 	d := &divider{nc: nc, counter: counter, recorder: recorder, declare: declare, m: m, log: log}
+	a := &Aggregator{divider: d, history: h, leases: map[string]error{}}
+	lease := func(l natsx.Lease) natsx.Lease {
+		l.Owner, l.Log, l.Declare = rand.Text(), log, declare
+		l.Told = func(err error) {
+			step := 1.0
+			if err == nil {
+				step = -1
+			}
+			m.streams.Degraded.Add(step)
+			a.mu.Lock()
+			defer a.mu.Unlock()
+			a.leases[l.Key] = err
+		}
+		return l
+	}
 	stack.Go("marks of stored reports", marks.Run)
 	stack.Go("recorder", func(ctx context.Context) error { recorder.Run(ctx); return nil })
 	stack.Go("history", func(ctx context.Context) error {
 		if err := await(ctx, "ClickHouse", log, m.store.Degraded, store.Check, clickhouse.ErrUnreachable); err != nil {
 			return ignoreCancel(err)
 		}
-		return natsx.Lease{KV: kv, Key: "leader", Owner: rand.Text(), Log: log}.Hold(ctx, h.keep)
+		return lease(natsx.Lease{KV: kv, Key: "leader"}).Hold(ctx, h.keep)
 	})
 	stack.Go("centre", func(ctx context.Context) error {
 		remarks, err := counter.Check(ctx)
@@ -102,14 +120,16 @@ func NewAggregator(ctx context.Context, s Servers, nc *nats.Conn, m *Metrics, st
 		for _, r := range remarks {
 			log.Warn("Redis", "remark", r)
 		}
-		return natsx.Lease{KV: kv, Key: "centre", Owner: rand.Text(), Every: centreEvery, Expiry: centreExpiry, Log: log, Gone: d.gone}.Hold(ctx, d.keep)
+		return lease(natsx.Lease{KV: kv, Key: "centre", Every: centreEvery, Expiry: centreExpiry, Gone: d.gone}).Hold(ctx, d.keep)
 	})
-	return &Aggregator{divider: d, history: h}, nil
+	return a, nil
 }
 
 // Ready says whether the centre reads its streams, and what keeps it from doing so.
 func (a *Aggregator) Ready() error {
-	return errors.Join(a.divider.ready(), a.history.ready())
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return errors.Join(a.leases["centre"], a.leases["leader"], a.divider.ready(), a.history.ready())
 }
 
 // history is what one aggregator at a time does: it keeps the ledger and the history of alerts, reconciles

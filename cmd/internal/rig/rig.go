@@ -160,6 +160,9 @@ func (r *Rig) startServers() error {
 	return nil
 }
 
+// Dir is the folder of logs, each in the name of its process.
+func (r *Rig) Dir() string { return r.cfg.Dir }
+
 // store is the folder for the data of a part.
 func (r *Rig) store(name string) string {
 	return cmp.Or(r.cfg.Stores[name], filepath.Join(r.cfg.Dir, name))
