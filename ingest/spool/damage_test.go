@@ -434,6 +434,210 @@ func TestDamagedCountsAreKept(t *testing.T) {
 	}
 }
 
+// A file of counts that was cut off anywhere is told of and kept aside, and so is one whose header cannot be read; one that was being
+// made, or is of before its length was written down, is not.
+func TestCountsThatWereCutOff(t *testing.T) {
+	cut := func(size int64) func(*testing.T, string) {
+		return func(t *testing.T, name string) {
+			if err := os.Truncate(name, size); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	write := func(b []byte) func(*testing.T, string) {
+		return func(t *testing.T, name string) {
+			if err := os.WriteFile(name, b, 0o600); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	clearAt := func(at, n int64) func(*testing.T, string) {
+		return func(t *testing.T, name string) {
+			f, err := os.OpenFile(name, os.O_WRONLY, 0)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if _, err := f.WriteAt(make([]byte, n), at); err != nil {
+				t.Fatal(err)
+			}
+			if err := f.Close(); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	both := func(all ...func(*testing.T, string)) func(*testing.T, string) {
+		return func(t *testing.T, name string) {
+			for _, f := range all {
+				f(t, name)
+			}
+		}
+	}
+	full := func(s *Spool) {
+		add(t, s, 1, report("one", 1, 500))
+		count(s, 2, "live", 119)
+	}
+	for _, c := range []struct {
+		name     string
+		life     func(*Spool)
+		harm     func(*testing.T, string)
+		ordinary bool
+		requests uint64
+	}{
+		{"whole", full, cut(chunkBytes + 2*slabBytes), true, 619},
+		{"longer, a slab was being made", full, cut(chunkBytes + 2*slabBytes + 5000), true, 619},
+		{"0", full, cut(0), false, 500},
+		{"4096", full, cut(4096), false, 500},
+		{"5000", full, cut(5000), false, 500},
+		{"16384", full, cut(16384), false, 500},
+		{"20000", full, cut(20000), false, 500},
+		{"200000", full, cut(200_000), false, 500},
+		{"1000000", full, cut(1_000_000), false, 500},
+		{"1100000", full, cut(1_100_000), false, 500},
+		{"2000000", full, cut(2_000_000), false, 500},
+		{"of before", full, both(clearAt(madeAt, 8), cut(1_100_000)), true, 500},
+		{"no header", full, clearAt(0, chunkBytes), false, 500},
+		{"zeros of a life with reports", full, write(make([]byte, 8192)), false, 500},
+		{"empty, being made", func(*Spool) {}, cut(0), true, 0},
+		{"zeros, being made", func(*Spool) {}, write(make([]byte, 8192)), true, 0},
+		{"a header, being made", func(*Spool) {}, both(clearAt(madeAt, 8), cut(chunkBytes)), true, 0},
+		{"a life without reports", func(s *Spool) { count(s, 1, "live", 119) }, cut(5000), false, 0},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			dir := t.TempDir()
+			s := open(t, Config{}, dir, "one", nil)
+			c.life(s)
+			if err := s.Close(); err != nil {
+				t.Fatal(err)
+			}
+			name := liveName(dir, "one")
+			c.harm(t, name)
+			harmed, err := os.ReadFile(name)
+			if err != nil {
+				t.Fatal(err)
+			}
+			s, m, out := openNext(t, dir)
+			if _, n := s.Len(); n != c.requests {
+				t.Errorf("%d requests can be sent, want %d", n, c.requests)
+			}
+			told := strings.Contains(out.String(), "level=ERROR") && strings.Contains(out.String(), aside+filepath.Base(name))
+			if damaged := testutil.ToFloat64(m.Damaged); (damaged == 1) == c.ordinary || told == c.ordinary {
+				t.Errorf("%v damaged, told %t, ordinary %t:\n%s", damaged, told, c.ordinary, out.String())
+			}
+			kept, err := os.ReadFile(filepath.Join(dir, aside+filepath.Base(name)))
+			if (err == nil) == c.ordinary || err == nil && !bytes.Equal(kept, harmed) {
+				t.Errorf("kept aside: %v, want %t", err, !c.ordinary)
+			}
+			if _, err := os.Stat(name); err == nil {
+				t.Error("the file is still there under its name")
+			}
+		})
+	}
+}
+
+// What is before the cut is delivered, to the last whole entry.
+func TestCountsBeforeTheCutAreDelivered(t *testing.T) {
+	dir := t.TempDir()
+	s := open(t, Config{}, dir, "one", nil)
+	const entry = entryBytes + 16
+	const perChunk = (chunkBytes - chunkHead) / entry
+	for i := range 2 * slabBytes / chunkBytes * perChunk { // every chunk is full
+		count(s, 1, fmt.Sprintf("tenant-%07d", i), 1)
+	}
+	if err := s.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Truncate(liveName(dir, "one"), chunkBytes+10*chunkBytes+chunkHead+100*entry+20); err != nil {
+		t.Fatal(err)
+	}
+	s, m, out := openNext(t, dir)
+	if _, n := s.Len(); n != 10*perChunk+100 || testutil.ToFloat64(m.Damaged) == 0 {
+		t.Errorf("%d requests can be sent, %v damaged, want %d and some:\n%s", n, testutil.ToFloat64(m.Damaged), 10*perChunk+100, out.String())
+	}
+}
+
+// A file of reports that lost its end is told of and kept aside even when nothing is left in it. One that was just begun is not damaged.
+func TestReportsThatWereCutOff(t *testing.T) {
+	stored := func(s *Spool, last uint64) {
+		ids(s)
+		s.Stored(schemas.Floor{Stream: "s", Seq: 1}, &schemas.Stored{Boots: map[string]schemas.Ranges{"one": {{1, last}}}})
+	}
+	for _, c := range []struct {
+		name    string
+		life    func(t *testing.T, s *Spool)
+		file    int   // which one is cut
+		size    int64 // less than 0: not
+		damaged float64
+	}{
+		{"the only one to nothing", func(t *testing.T, s *Spool) { add(t, s, 1, report("one", 1, 1482)) }, 0, 0, 1},
+		{"within its header", func(t *testing.T, s *Spool) { add(t, s, 1, report("one", 1, 1482)) }, 0, 10, 1},
+		{"behind its header", func(t *testing.T, s *Spool) { add(t, s, 1, report("one", 1, 1482)) }, 0, segHead, 1},
+		{"counts of an earlier life", func(t *testing.T, s *Spool) {
+			count(s, 1, "live", 7)
+			if err := s.Close(); err != nil {
+				t.Fatal(err)
+			}
+			next := open(t, Config{}, s.dir, "next", nil)
+			_ = next.lock.Close()
+		}, 0, 0, 1},
+		{"an older one", func(t *testing.T, s *Spool) {
+			add(t, s, 1, report("one", 1, 1482))
+			s.cfg.SegmentBytes = 1
+			add(t, s, 2, report("one", 2, 1))
+		}, 0, 0, 1},
+		{"the last of two", func(t *testing.T, s *Spool) {
+			add(t, s, 1, report("one", 1, 1482))
+			s.cfg.SegmentBytes = 1
+			add(t, s, 2, report("one", 2, 1))
+		}, 1, 0, 1},
+		{"whole", func(t *testing.T, s *Spool) {
+			add(t, s, 1, report("one", 1, 1482))
+			s.cfg.SegmentBytes = 1
+			add(t, s, 2, report("one", 2, 1))
+		}, 0, -1, 0},
+		{"just begun", func(t *testing.T, s *Spool) {
+			if err := s.begin(); err != nil {
+				t.Fatal(err)
+			}
+		}, 0, -1, 0},
+		{"just begun behind one that is stored", func(t *testing.T, s *Spool) {
+			s.cfg.SegmentBytes = 1
+			add(t, s, 1, report("one", 1, 1482))
+			stored(s, 1)
+			if err := s.begin(); err != nil {
+				t.Fatal(err)
+			}
+		}, 0, -1, 0},
+		{"given up", func(t *testing.T, s *Spool) {
+			if err := errors.Join(s.append(report("one", 1, 1482)), s.write()); err != nil {
+				t.Fatal(err)
+			}
+			s.giveUp()
+		}, 0, -1, 0},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			dir := t.TempDir()
+			s := open(t, Config{}, dir, "one", nil)
+			c.life(t, s)
+			_ = s.lock.Close() // as the end of the process does
+			names, err := segmentNames(dir, func(string) {})
+			if err != nil || len(names) <= c.file {
+				t.Fatal(names, err)
+			}
+			if c.size >= 0 {
+				if err := os.Truncate(names[c.file], c.size); err != nil {
+					t.Fatal(err)
+				}
+			}
+			_, m, out := openNext(t, dir)
+			told := strings.Contains(out.String(), aside+filepath.Base(names[c.file]))
+			_, err = os.Stat(filepath.Join(dir, aside+filepath.Base(names[c.file])))
+			if n := testutil.ToFloat64(m.Damaged); n != c.damaged || told != (n > 0) || (err == nil) != (n > 0) {
+				t.Errorf("%v damaged, told %t, kept aside %v, want %v:\n%s", n, told, err, c.damaged, out.String())
+			}
+		})
+	}
+}
+
 // What nobody holds is counted, sealed or not; what somebody holds is his.
 func TestAbandoned(t *testing.T) {
 	dir, _ := leave(t)

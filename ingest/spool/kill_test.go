@@ -188,6 +188,9 @@ func TestKilledAtAnyTimeNothingIsLost(t *testing.T) {
 		}
 	}
 	got, cost := drained(t, dir)
+	if damaged, err := filepath.Glob(filepath.Join(dir, "spool", aside+"*")); err != nil || len(damaged) > 0 {
+		t.Errorf("a kill is taken for damage: %v, %v", damaged, err)
+	}
 	var n, low, high uint64
 	for g := range counters {
 		for k := range keys {

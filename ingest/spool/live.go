@@ -20,7 +20,7 @@ import (
 // The live file of a boot holds the counts that are not sealed yet, mapped into memory and shared with the kernel: they
 // are there when the process is killed, at any instruction, and no system call is made for a count.
 //
-//	file   = header (16 KiB, of which two copies of 128 bytes and three words are used), chunks of 16 KiB
+//	file   = header (16 KiB, of which two copies of 128 bytes and six words are used), chunks of 16 KiB
 //	chunk  = generation and bytes used (one word, written last), entries
 //	entry  = ingest.Cell (32 bytes), generation (4), checksum (4), lengths of four texts (2 each), texts, padding to 8
 //
@@ -38,6 +38,9 @@ const (
 	lastSeqAt   = 4096 // the word for the last sequence number of the boot
 	heldSeqAt   = 4104 // that of its last report that never was on disk
 	heldGenAt   = 4112 // and for the generation of counts which that one told
+	madeAt      = 4120 // how long the file has been; 0 in files of before this was written down
+	segAt       = 4128 // the file of reports that was written last: see segmentMark; 0 is none
+	segEndAt    = 4136 // and where its last commit ends
 	maxLane     = 64
 	reserveFree = 96 // chunks that should be free, so that no request has to make the file longer
 )
@@ -66,6 +69,8 @@ type live struct {
 	header   []byte     // mapped
 	lastSeq  uint64
 	held     bootKnown
+	seg      uint64   // mark of the file of the last commit
+	segEnd   int64    // where that commit ends
 	free     [][]byte // chunks
 	taken    map[uint32][][]byte
 	volatile map[uint32][]*ingest.Cell // those that did not fit, by generation
@@ -97,11 +102,17 @@ func (l *live) open() (err error) {
 	binary.LittleEndian.PutUint32(h[8:], l.seed)
 	copy(h[16:80], l.kernel)
 	binary.LittleEndian.PutUint32(h[124:], crc32.Checksum(h[:124], castagnoli))
-	block := make([]byte, chunkBytes)
-	copy(block, h)
-	copy(block[2048:], h)
-	if _, err := f.Write(block); err != nil {
+	// Zeros first, so that a file that is shorter and has anything in it was cut off, and not left while it was being made.
+	if _, err := f.Write(make([]byte, chunkBytes)); err != nil {
 		return err
+	}
+	if err := f.Sync(); err != nil {
+		return err
+	}
+	for at := int64(0); at <= 2048; at += 2048 {
+		if _, err := f.WriteAt(h, at); err != nil {
+			return err
+		}
 	}
 	if err := f.Sync(); err != nil {
 		return err
@@ -150,6 +161,7 @@ func (l *live) grow() error {
 	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
+	atomic.StoreUint64(word(l.header[madeAt:]), uint64(l.size)) // before there is a count in it
 	l.free = append(l.free, chunks...)
 	return nil
 }
@@ -288,6 +300,17 @@ func (l *live) setLastSeq(seq uint64) {
 	l.writeSeqs()
 }
 
+// segmentMark stands for a file of reports. Numbers of files come again, seeds do not.
+func segmentMark(seed uint32) uint64 { return 1<<32 | uint64(seed) }
+
+// setSegment writes down how far a file of reports is written.
+func (l *live) setSegment(seed uint32, end int64) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.seg, l.segEnd = segmentMark(seed), end
+	l.writeSeqs()
+}
+
 // setHeld writes down the last report and the generation of a group that never will be on disk, so that the next life neither finds
 // these counts nor gives that number away. Without an error this outlives a power cut.
 func (l *live) setHeld(k bootKnown) error {
@@ -307,6 +330,11 @@ func (l *live) writeSeqs() {
 		atomic.StoreUint64(word(l.header[lastSeqAt:]), l.lastSeq)
 		atomic.StoreUint64(word(l.header[heldSeqAt:]), l.held.seq)
 		atomic.StoreUint64(word(l.header[heldGenAt:]), uint64(l.held.sealed))
+		if seg := word(l.header[segAt:]); atomic.LoadUint64(seg) != l.seg { // a kill in between must not give one file the end of another
+			atomic.StoreUint64(word(l.header[segEndAt:]), 0)
+			atomic.StoreUint64(seg, l.seg)
+		}
+		atomic.StoreUint64(word(l.header[segEndAt:]), uint64(l.segEnd))
 	}
 }
 
@@ -316,6 +344,9 @@ type dead struct {
 	kernel  string // the life of the machine that it is of
 	lastSeq uint64
 	held    bootKnown
+	made    uint64 // bytes that the file has had; 0 is not known
+	seg     uint64 // mark of the file of reports that its life wrote last
+	segEnd  uint64 // bytes that this one had
 	seed    uint32
 	f       *os.File
 }
@@ -339,21 +370,39 @@ func openDead(name string) (*dead, error) {
 			return nil, errors.Join(fmt.Errorf("%w: version %c, want %c", errNewer, h[7], liveMagic[7]), f.Close())
 		}
 		return &dead{boot: boot, kernel: strings.TrimRight(string(h[16:80]), "\x00"), seed: binary.LittleEndian.Uint32(h[8:]),
-			lastSeq: binary.LittleEndian.Uint64(block[lastSeqAt:]), f: f,
+			lastSeq: binary.LittleEndian.Uint64(block[lastSeqAt:]), made: binary.LittleEndian.Uint64(block[madeAt:]), f: f,
+			seg: binary.LittleEndian.Uint64(block[segAt:]), segEnd: binary.LittleEndian.Uint64(block[segEndAt:]),
 			held: bootKnown{uint32(binary.LittleEndian.Uint64(block[heldGenAt:])), binary.LittleEndian.Uint64(block[heldSeqAt:])}}, nil
 	}
 	return nil, errors.Join(errDamaged, f.Close())
 }
 
-// each calls f with every count of a generation above sealed, and returns the number of entries that are damaged.
+// beingMade says whether a file without a header is one that was left while it was being made: see open.
+func beingMade(name string) (bool, error) {
+	f, err := os.Open(name)
+	if err != nil {
+		return false, err
+	}
+	b, err := io.ReadAll(io.LimitReader(f, chunkBytes+1))
+	return len(b) <= chunkBytes && zeros(b), errors.Join(err, f.Close())
+}
+
+// each calls f with every count of a generation above sealed, and returns the number of entries that are damaged, and one more where the
+// end of the file is missing. After a power cut that may be so because the header was written and the rest not yet: no less is lost.
 func (d *dead) each(sealed uint32, f func(generation uint32, c *ingest.Cell, texts [4]string)) (damaged int, err error) {
-	chunk := make([]byte, chunkBytes)
-	for at := int64(chunkBytes); ; at += chunkBytes {
-		if _, err := d.f.ReadAt(chunk, at); err != nil {
-			if errors.Is(err, io.EOF) {
-				return damaged, nil // a slab that was being made has no counts
-			}
+	block := make([]byte, chunkBytes)
+	for at, ended := int64(chunkBytes), false; !ended; at += chunkBytes {
+		n, err := d.f.ReadAt(block, at)
+		ended = errors.Is(err, io.EOF)
+		if err != nil && !ended {
 			return damaged, err
+		}
+		if ended && uint64(at)+uint64(n) < d.made { // what is behind made is a slab that was being made, and has no counts
+			damaged++
+		}
+		chunk := block[:n]
+		if n < chunkHead {
+			continue
 		}
 		w := binary.LittleEndian.Uint64(chunk)
 		gen, used := uint32(w>>32), int(uint32(w))
@@ -361,11 +410,12 @@ func (d *dead) each(sealed uint32, f func(generation uint32, c *ingest.Cell, tex
 			continue
 		}
 		for at := chunkHead; at < used; {
-			if used > chunkBytes || used < at+entryBytes {
+			whole := min(used, n)
+			if used > chunkBytes || whole < at+entryBytes {
 				damaged++
 				break
 			}
-			e := chunk[at:used]
+			e := chunk[at:whole]
 			end := entryBytes
 			var texts [4]string
 			for i := range texts {
@@ -388,4 +438,5 @@ func (d *dead) each(sealed uint32, f func(generation uint32, c *ingest.Cell, tex
 			at += (end + 7) &^ 7
 		}
 	}
+	return damaged, nil
 }

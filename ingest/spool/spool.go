@@ -124,6 +124,7 @@ type Spool struct {
 	heldTo  bootKnown         // groups that were not
 	heldErr error             // the next life may not know
 	failed  error             // it cannot be
+	gaveUp  int64             // bytes that the last group had which was given up
 	late    []*life
 	lateAt  time.Time // when to try late again
 
@@ -139,6 +140,7 @@ type Spool struct {
 	life     string   // of the stream, as the history knows it
 	trouble  map[string]bool
 	refused  time.Time // the last group that the disk did not take
+	refusal  int64     // bytes of the largest one since trouble began
 }
 
 // segment is a file of reports. Its fields belong to Spool.mu.
@@ -212,6 +214,9 @@ func (s *Spool) open() (err error) {
 	_, _ = rand.Read(seed[:])
 	s.live = &live{dir: s.dir, boot: s.boot, kernel: kernelLife(), seed: binary.LittleEndian.Uint32(seed[:]), most: s.cfg.MaxLive, syncHeader: s.cfg.syncHeader,
 		lastSeq: s.seq, taken: map[uint32][][]byte{}, volatile: map[uint32][]*ingest.Cell{}}
+	if s.active != nil { // counts of earlier lives are in it
+		s.live.setSegment(s.active.seed, s.active.size)
+	}
 	s.reserve()
 	return nil
 }
@@ -340,7 +345,7 @@ func (s *Spool) readSegments() (map[string]bootKnown, error) {
 			continue
 		}
 		seg := &segment{seed: seed, size: int64(len(b))}
-		if ordinary(c, lives, i == len(names)-1) {
+		if ordinary(c, seg, lives, i == len(names)-1) {
 			if c.end < seg.size { // a group that was being written when the process was killed: its counts are where they were
 				if err := os.Truncate(name, c.end); err != nil {
 					return nil, err
@@ -408,8 +413,20 @@ func (s *Spool) lives() (map[string]*dead, error) {
 
 // ordinary says whether a file ends as a kill or a power cut leaves it: behind the last commit there is nothing, or the beginning
 // of a group that never was committed. That can be in the last file only. A life writes down the number of its last report
-// once that is synced, beside its counts: up to this number nothing may be missing.
-func ordinary(c contents, lives map[string]*dead, last bool) bool {
+// once that is synced, beside its counts: up to this number nothing may be missing. It also writes down how long its last file is.
+//
+// A file without anything in it is one that was just begun, if it is the last one. What cannot be told from that: the last one, cut to
+// nothing when the counts of its life are gone, or after a power cut; and, the other way, an older one that a failing disk has left
+// empty and would not remove, or to which a power cut left nothing for it held buckets alone, which is told as damage.
+func ordinary(c contents, seg *segment, lives map[string]*dead, last bool) bool {
+	if seg.size < segHead && !last {
+		return false
+	}
+	for _, d := range lives {
+		if d.seg == segmentMark(seg.seed) && uint64(seg.size) < d.segEnd && d.kernel == kernelLife() {
+			return false
+		}
+	}
 	kept := map[string]uint64{}
 	for _, r := range c.reports {
 		kept[r.boot] = max(kept[r.boot], r.seq)
@@ -436,10 +453,10 @@ func ordinary(c contents, lives map[string]*dead, last bool) bool {
 func (s *Spool) Recover() (reports int) {
 	s.reserve()
 	s.mu.Lock()
-	probe := s.trouble[noReports] && !s.refuses()
+	probe, size := s.trouble[noReports] && !s.refuses(), s.refusal
 	s.mu.Unlock()
 	if probe {
-		s.note(noReports, s.probe())
+		s.asked(size, s.probe(max(size, 64<<10)))
 	}
 	if len(s.late) == 0 || time.Now().Before(s.lateAt) {
 		return 0
@@ -447,18 +464,37 @@ func (s *Spool) Recover() (reports int) {
 	return s.recover()
 }
 
-// probe asks the disk for room and to keep something.
-func (s *Spool) probe() error {
+// probe asks the disk to keep so many bytes.
+func (s *Spool) probe(size int64) error {
 	name := filepath.Join(s.dir, "probe")
 	_ = os.Remove(name) // one that a kill has left
 	f, err := create(name, s.dir)
 	if err != nil {
 		return err
 	}
-	if _, err = f.Write(make([]byte, 64<<10)); err == nil {
+	for zeros := make([]byte, min(size, 256<<10)); size > 0 && err == nil; size -= int64(len(zeros)) {
+		_, err = f.Write(zeros[:min(size, int64(len(zeros)))])
+	}
+	if err == nil {
 		err = s.cfg.sync(f)
 	}
 	return errors.Join(err, f.Close(), os.Remove(name))
+}
+
+// asked notes whether the disk has taken so many bytes of a group. Trouble ends when it takes as much as it has refused: what is smaller
+// may find its room on a disk that is full for the next one.
+func (s *Spool) asked(bytes int64, err error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	switch {
+	case err != nil:
+		s.refusal = max(s.refusal, bytes)
+	case bytes < s.refusal:
+		return
+	default:
+		s.refusal = 0
+	}
+	s.noteLocked(noReports, err)
 }
 
 // recover seals what dead processes had counted, as far as it can now.
@@ -486,11 +522,15 @@ func (s *Spool) take(l *life) (reports int, err error) {
 		s.note(newer, fmt.Errorf("%s: %w", filepath.Base(l.name), err))
 		return 0, nil
 	case errors.Is(err, errDamaged):
-		if info, serr := os.Stat(l.name); serr != nil || info.Size() <= chunkBytes {
-			return 0, errors.Join(serr, os.Remove(l.name)) // it was being made
+		made, err := beingMade(l.name)
+		if err != nil {
+			return 0, err
+		}
+		if made && l.known == (bootKnown{}) { // a life that has sealed something had made it, save on a disk that was full at first
+			return 0, os.Remove(l.name)
 		}
 		s.m.Damaged.Inc()
-		s.log.Error("a file of counts is damaged, it is kept aside", "file", filepath.Base(l.name))
+		s.log.Error("a file of counts is damaged, or cut off: the usage in it is not delivered, and it is kept aside", "file", filepath.Base(l.name), "as", aside+filepath.Base(l.name))
 		return 0, s.setAside(l.name)
 	case err != nil:
 		return 0, err
@@ -501,7 +541,8 @@ func (s *Spool) take(l *life) (reports int, err error) {
 	}
 	if damaged > 0 {
 		s.m.Damaged.Add(float64(damaged))
-		s.log.Error("counts of an earlier life are damaged, some are lost, and their file is kept aside", "boot", d.boot, "entries", damaged, "file", filepath.Base(l.name))
+		s.log.Error("a file of counts of an earlier life is damaged, or cut off: what can be read is delivered, the usage in the rest is not, and the file is kept aside",
+			"file", filepath.Base(l.name), "as", aside+filepath.Base(l.name), "boot", d.boot, "places", damaged, "size_was", d.made)
 		return reports, s.setAside(l.name)
 	}
 	return reports, os.Remove(l.name)
@@ -617,7 +658,9 @@ func (s *Spool) Append(r *schemas.Report) error {
 		s.mu.Unlock()
 	}
 	if s.failed == nil {
-		s.failed = s.append(r)
+		if s.failed = s.append(r); s.failed != nil {
+			s.asked(s.gaveUp, s.failed)
+		}
 	}
 	if s.holding {
 		s.held = append(s.held, r)
@@ -632,7 +675,6 @@ func (s *Spool) append(r *schemas.Report) (err error) {
 	defer func() {
 		if err != nil {
 			s.giveUp()
-			s.note(noReports, err)
 		}
 	}()
 	if err := s.begin(); err != nil {
@@ -710,7 +752,17 @@ func (s *Spool) giveUp() {
 			s.abandon()
 		}
 	}
+	s.gaveUp = s.groupBytes()
 	s.group, s.buf = nil, s.buf[:0]
+}
+
+// groupBytes is the size of the group's reports.
+func (s *Spool) groupBytes() int64 {
+	if len(s.group) == 0 {
+		return 0
+	}
+	last := s.group[len(s.group)-1]
+	return last.at + int64(last.size) - s.groupAt
 }
 
 func (s *Spool) abandon() {
@@ -733,8 +785,9 @@ func (s *Spool) roll() {
 func (s *Spool) Commit(generation uint32) error {
 	held, err := s.held, s.failed
 	s.held, s.holding, s.failed = nil, false, nil
-	if err == nil {
+	if size := s.groupBytes(); err == nil && size > 0 {
 		err = s.commit(s.boot, generation)
+		s.asked(size, err)
 	}
 	switch {
 	case err == nil:
@@ -783,7 +836,6 @@ func (s *Spool) commit(boot string, generation uint32) (err error) {
 		if err != nil {
 			s.giveUp()
 		}
-		s.note(noReports, err)
 	}()
 	if len(s.group) == 0 {
 		return nil
@@ -805,8 +857,11 @@ func (s *Spool) commit(boot string, generation uint32) (err error) {
 			return err
 		}
 	}
-	if s.live != nil && last.boot == s.boot {
-		s.live.setLastSeq(last.seq)
+	if s.live != nil {
+		s.live.setSegment(s.active.seed, end)
+		if last.boot == s.boot {
+			s.live.setLastSeq(last.seq)
+		}
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()

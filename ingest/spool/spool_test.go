@@ -515,12 +515,83 @@ func TestFullDisk(t *testing.T) {
 	}
 	empty()
 	later(s)
+	s.Recover()
 	add(t, s, 2, report("one", 1, 100_005))
 	if d, n := testutil.ToFloat64(m.Degraded), s.InMemory(); d != 0 || n != 0 {
 		t.Errorf("degraded %v with %d requests in memory only when there is room again, want 0", d, n)
 	}
 	if got := fmt.Sprint(ids(s)); got != "[one-1]" {
 		t.Errorf("sent %s", got)
+	}
+}
+
+// A disk that has room for something, and not for the group that it has refused, is told of once, and its trouble ends when there is
+// room for that one.
+func TestADiskWithTooLittleRoom(t *testing.T) {
+	dir, fill, empty := disktest.New(t)
+	var out bytes.Buffer
+	s, err := Open(Config{}, filepath.Join(dir, "spool"), "gw", "one", slog.New(slog.NewTextHandler(&out, nil)), nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = s.Close() })
+	room := filepath.Join(dir, "room")
+	if err := os.WriteFile(room, make([]byte, 200<<10), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	fill()
+	if err := os.Remove(room); err != nil {
+		t.Fatal(err)
+	}
+	large := func(seq uint64) *schemas.Report {
+		r := report("one", seq, 5)
+		for i := range 20_000 {
+			r.Usage = append(r.Usage, schemas.Usage{Time: r.SealedAt, Tenant: fmt.Sprint("tenant-", i), Route: "route"})
+		}
+		return r
+	}
+	if err := s.Append(large(1)); !errors.Is(err, syscall.ENOSPC) {
+		t.Fatalf("Append = %v, want ENOSPC", err)
+	}
+	told := func() string {
+		return fmt.Sprint(strings.Count(out.String(), "spool: "+noReports), " ", strings.Count(out.String(), "no longer: "+noReports))
+	}
+	for seq := uint64(1); seq <= 5; seq++ {
+		if err := s.Commit(0); err != nil { // of nothing
+			t.Fatal(err)
+		}
+		later(s)
+		s.Recover()
+		later(s)
+		add(t, s, uint32(seq), report("one", seq, 5)) // for which there is room
+		if got := told(); got != "1 0" || !s.Troubled() {
+			t.Fatalf("begun and ended %s times, troubled %t, want 1 0 and true:\n%s", got, s.Troubled(), out.String())
+		}
+	}
+	empty()
+	later(s)
+	s.Recover()
+	if got := told(); got != "1 1" || s.Troubled() {
+		t.Errorf("begun and ended %s times, troubled %t with room again, want 1 1 and false", got, s.Troubled())
+	}
+	add(t, s, 6, large(6))
+	if got := fmt.Sprint(ids(s)); got != "[one-1 one-2 one-3 one-4 one-5 one-6]" {
+		t.Errorf("sent %s", got)
+	}
+}
+
+// A group of nothing asks the disk nothing, and ends no trouble.
+func TestAnEmptyGroupEndsNoTrouble(t *testing.T) {
+	dir := filepath.Join(t.TempDir(), "spool")
+	s := open(t, Config{}, dir, "one", nil)
+	if err := os.Rename(dir, dir+"-away"); err != nil {
+		t.Fatal(err)
+	}
+	if err := s.Append(report("one", 1, 5)); err == nil || !s.Troubled() {
+		t.Fatalf("Append = %v in a folder that is gone", err)
+	}
+	if err := s.Commit(0); err != nil || !s.Troubled() {
+		t.Errorf("Commit of nothing = %v, troubled %t, want true", err, s.Troubled())
 	}
 }
 
