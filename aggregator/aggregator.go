@@ -32,6 +32,7 @@ type Config struct {
 	MaxKeys     int                 // keys whose shares are remembered; beyond it some are forgotten (200,000)
 	MaxShares   int                 // the same for keys × gateways, each of which takes about 200 bytes (4,000,000)
 	OnPush      func([]PushedShare) // hears of every changed share, from any goroutine; it must not block or keep the slice
+	Deaf        func() bool         // says whether reports may not come, for no fault of gateways: no limit is divided then; it must not block (never)
 
 	Now   func() time.Time                     // this process's clock (time.Now)
 	After func(time.Duration) <-chan time.Time // and what waits by it (time.After)
@@ -63,6 +64,9 @@ func (c Config) withDefaults() Config {
 	}
 	if c.After == nil {
 		c.After = time.After
+	}
+	if c.Deaf == nil {
+		c.Deaf = func() bool { return false }
 	}
 	return c
 }
@@ -339,9 +343,9 @@ func (a *Aggregator) behindBy(err error, now time.Time) {
 	a.turned()
 }
 
-// frozen says whether nothing is granted: the counter is away, or was until lately. mu is held.
+// frozen says whether nothing is granted: the counter is away, or was until lately, or reports do not come. mu is held.
 func (a *Aggregator) frozen() bool {
-	return a.behind || !a.degraded.IsZero() || a.cfg.Now().Before(a.believe)
+	return a.behind || !a.degraded.IsZero() || a.cfg.Now().Before(a.believe) || a.cfg.Deaf()
 }
 
 // turned wakes Step when the fleet believes something else of us than is so. mu is held.
@@ -905,7 +909,7 @@ func (a *Aggregator) answered(ctx context.Context, err error) {
 func (a *Aggregator) divide(ctx context.Context, folds []Fold, states []KeyState) {
 	now := a.cfg.Now()
 	a.mu.Lock()
-	listening := a.behind || now.Before(a.learned) || now.Before(a.believe)
+	listening := a.behind || now.Before(a.learned) || now.Before(a.believe) || a.cfg.Deaf()
 	if listening {
 		for i := range states {
 			e := a.keys[states[i].Key]

@@ -3,6 +3,7 @@ package aggregator_test
 import (
 	"context"
 	"errors"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -224,4 +225,67 @@ func TestReportsAreFoldedBeforeLimitsAreDivided(t *testing.T) {
 			})
 		})
 	}
+}
+
+// TestSharesStandStillWhileReportsDoNotCome: when the server of the stream hangs, demand seems to end everywhere. The fleet hears that
+// nothing is granted, also in what it hears late, and no share moves; tokens and shares come again with the reports.
+func TestSharesStandStillWhileReportsDoNotCome(t *testing.T) {
+	var deaf atomic.Bool
+	bubble(t, aggregator.Config{Learn: -1, Deaf: deaf.Load}, func(w *world) {
+		defer w.run()()
+		defer w.alive("g1", "g2")()
+		w.spend = true
+		time.Sleep(1100 * time.Millisecond)
+		last := func(key string) schemas.Share {
+			w.casts.mu.Lock()
+			defer w.casts.mu.Unlock()
+			return w.casts.last["g1/"+key]
+		}
+		asks := func() {
+			busy, idle := w.tokens("g1", "acme", limit100, 9, 1), w.tokens("g2", "acme", limit100, 1, 0)
+			lease := w.tokens("g1", "leased", limit100, 5, 5)
+			lease.Consistency = "lease"
+			w.handle(w.report("g1", busy, lease), w.report("g2", idle))
+			time.Sleep(100 * time.Millisecond)
+		}
+		for range 20 {
+			asks()
+		}
+		w.casts.take(true)
+		time.Sleep(650 * time.Millisecond) // until it is noticed
+		before := last("acme")
+		if before.RateNanos < 60e9 {
+			t.Fatalf("g1, which has most of the load, has %d nanotokens a second", before.RateNanos)
+		}
+		w.casts.take(true)
+		deaf.Store(true)
+		grants := last("leased").Grant
+		time.Sleep(4 * time.Second)
+		said := w.casts.take(true)
+		if len(said) < 2*12 { // four each second to each
+			t.Errorf("%d messages in four seconds", len(said))
+		}
+		for _, c := range said {
+			if !c.Frozen {
+				t.Errorf("%s hears that tokens are granted", c.gateway)
+			}
+		}
+		after := last("acme")
+		if after.RateNanos != before.RateNanos || after.Burst != before.Burst || last("leased").Grant != grants {
+			t.Errorf("g1 had %d/%d and has %d/%d; grants of the lease were %d and are %d", before.RateNanos, before.Burst, after.RateNanos, after.Burst,
+				grants, last("leased").Grant)
+		}
+		asks() // they come in, and are listened to
+		deaf.Store(false)
+		w.casts.take(true)
+		for range 10 {
+			asks()
+		}
+		if said = w.casts.take(true); said[0].Frozen || said[len(said)-1].Frozen {
+			t.Error("the fleet hears that nothing is granted when reports come again")
+		}
+		if again := last("acme"); again.RateNanos < 60e9 || last("leased").Grant <= grants {
+			t.Errorf("a second after reports come again g1 has %d nanotokens a second, and %d grants of the lease, which were %d", again.RateNanos, last("leased").Grant, grants)
+		}
+	})
 }

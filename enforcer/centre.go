@@ -74,7 +74,7 @@ func (e *Enforcer) part(rung string) (num, den uint64) {
 
 // Apply takes a throttle update. Any update, even an empty one, makes the shares hold for its time to live, and its count of
 // gateways is what keys without a share divide by; its weight, if it has one or the fleet has changed, is kept for when no more updates come. Frozen, it does not make up for
-// one of a centre that has its store: the mode becomes stale, and after a time to live on_store_loss acts. A share of a version not above the one held for its key, of a rule that is
+// one of a centre that has its store and its reports: the mode becomes stale, and after a time to live on_store_loss acts. A share of a version not above the one held for its key, of a rule that is
 // not shared, or of another limit than the policy states is ignored, and so is every update of an older epoch than one before.
 func (e *Enforcer) Apply(u Update) {
 	e.mu.Lock()

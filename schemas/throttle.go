@@ -9,7 +9,7 @@ type ThrottleUpdate struct {
 	TTL      time.Duration // how long shares hold without another message from the centre
 	Snapshot bool          // every live share of the gateway, in answer to a request
 	Epoch    uint64        // of the centre: gateways ignore an update of an older one than the last they saw; 0 is of none
-	Frozen   bool          // the centre has no store and makes no grants now: a share that lives by them (one without a rate) holds no longer, others do
+	Frozen   bool          // the centre has no store, or no reports reach it, and it makes no grants now: a share that lives by them (one without a rate) holds no longer, others do
 	Weight   int           // millionths of each limit that the gateway keeps to when it hears the centre no longer; 0 is one part in Gateways
 	Shares   []Share
 }

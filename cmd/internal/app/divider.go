@@ -14,6 +14,8 @@ import (
 	"github.com/weirhq/weir/aggregator/clickhouse"
 	"github.com/weirhq/weir/aggregator/natscast"
 	"github.com/weirhq/weir/ingest/jetstream"
+	"github.com/weirhq/weir/internal/natsx"
+	"github.com/weirhq/weir/internal/pulse"
 	"github.com/weirhq/weir/schemas"
 )
 
@@ -28,6 +30,9 @@ const throttleDelay = 5 * time.Millisecond
 
 // throttleRetry is the longest wait before a batch that was not folded comes again: so soon after the counter is back shares move.
 const throttleRetry = 500 * time.Millisecond
+
+// catchUp is how long NATS has to answer again until the reports that it kept are here, and limits are divided.
+const catchUp = 500 * time.Millisecond
 
 // divider is what one aggregator at a time does: it divides limits between gateways. What it remembers of them ends with its lease.
 // Two at once do no harm, for gateways follow the one that took over last, but half of the reports would move nothing.
@@ -49,17 +54,28 @@ func (d *divider) keep(ctx context.Context, sure func() bool) error {
 	if err != nil {
 		return err
 	}
-	agg := aggregator.New(aggregator.Config{OnPush: recordPushes(d.recorder)}, d.counter, natscast.New(d.nc), d.log, d.m.aggregator)
+	hears := &pulse.Pulse{Server: "NATS", Ask: d.hears, Healthy: catchUp, Log: slog.New(slog.DiscardHandler)} // that of the process tells the operator
+	agg := aggregator.New(aggregator.Config{OnPush: recordPushes(d.recorder), Deaf: func() bool { return hears.Away() > 0 }}, d.counter, natscast.New(d.nc), d.log, d.m.aggregator)
 	defer agg.Close()
 	d.read(reports)
 	defer d.read(nil)
 	g, ctx := errgroup.WithContext(ctx)
+	g.Go(func() error { return hears.Run(ctx) })
 	g.Go(func() error { return agg.Run(ctx) })
 	g.Go(func() error { return reports.Consume(ctx, agg.Reports) })
 	g.Go(func() error {
 		return natscast.NewServer(d.nc, servingCentre{agg, d.recorder, sure}, d.log, d.m.cast).Run(ctx)
 	})
 	return g.Wait()
+}
+
+// hears asks whether NATS carries reports to us. Without them all demand would seem to end, and what is said meanwhile a server that
+// hangs carries to gateways when it wakes up.
+func (d *divider) hears(ctx context.Context) error {
+	if !d.nc.IsConnected() {
+		return nats.ErrConnectionReconnecting
+	}
+	return natsx.Ask(ctx, d.nc)
 }
 
 // gone says whether no process is the centre: nobody would answer a gateway that asks for the time.
