@@ -152,6 +152,7 @@ type entry struct {
 	last        string           // gateway that had a token last, of those that take turns
 	consistency string
 	unsure      bool // the level may be wrong: what gateways hold tells
+	anew        bool // the counter has made it anew, and nobody knew what it had
 }
 
 // held is one gateway's part of a key: the share that it was told, or took for itself, and the tokens that it holds.
@@ -797,7 +798,8 @@ func (a *Aggregator) settle(ctx context.Context, due func(*entry) bool) {
 	a.look(ctx, folds)
 }
 
-// outstanding notes in folds what gateways that ask hold of keys that are kept by grants, and which keys are kept strictly.
+// outstanding notes in folds what gateways that ask hold of keys that are kept by grants, and which keys are kept strictly. Of keys with
+// few tokens it notes what they had: gateways hold too little of them to tell that of a bucket that the counter makes anew.
 func (a *Aggregator) outstanding(folds []Fold) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -805,13 +807,19 @@ func (a *Aggregator) outstanding(folds []Fold) {
 		f := &folds[i]
 		e := a.keys[f.Key]
 		f.Strict = f.Strict || e != nil && e.consistency == "strict"
+		if byOffers(f.Limit, len(a.fleet)) && !f.Strict {
+			f.Offered = min(int64(len(a.fleet)), offerDebt)
+		}
 		if e == nil || !e.byGrants(f.Limit, max(len(a.fleet), 1)) {
 			continue
+		}
+		few := tooFew(f.Limit, max(len(a.fleet), 1))
+		if few && len(a.fleet) > 1 && !f.Strict && e.state.Version > 0 {
+			f.Last = &Level{e.state.LevelMicros, e.state.At}
 		}
 		if byOffers(f.Limit, len(a.fleet)) {
 			continue // what is offered has not left the bucket
 		}
-		few := tooFew(f.Limit, max(len(a.fleet), 1))
 		var sum int64
 		for g, h := range e.held {
 			if few || slices.ContainsFunc(e.state.Demands, func(d Demand) bool { return d.Gateway == g }) {
@@ -912,12 +920,16 @@ func (a *Aggregator) divide(ctx context.Context, folds []Fold, states []KeyState
 	listening := a.behind || now.Before(a.learned) || now.Before(a.believe) || a.cfg.Deaf()
 	if listening {
 		for i := range states {
-			e := a.keys[states[i].Key]
+			s := &states[i]
+			e := a.keys[s.Key]
 			if e == nil {
-				e = a.remember(&states[i], time.Time{})
+				e = a.remember(s, time.Time{})
 			}
-			e.hear(&folds[i], &states[i])
-			e.unsure = true
+			e.hear(&folds[i], s)
+			e.unsure, e.anew = true, e.anew || folds[i].makesAnew(s)
+			if folds[i].Last != nil && s.Version > e.state.Version {
+				e.state = *s
+			}
 		}
 	}
 	a.mu.Unlock()
@@ -965,8 +977,16 @@ func (a *Aggregator) rebuild(ctx context.Context, folds []Fold, states []KeyStat
 		s := &states[i]
 		e := a.keys[s.Key]
 		unsure := e != nil && e.unsure
-		lone := n == 1 && len(folds[i].Uses) > 0                        // it has the whole limit and reports at leisure: its bucket is the one that is right
-		if !unsure && (folds[i].Strict || !s.New && !s.Lost && !lone) { // of a strict key gateways hold nothing, unless they were alone with it
+		anew := folds[i].makesAnew(s) || e != nil && e.anew
+		lone := n == 1 && len(folds[i].Uses) > 0            // it has the whole limit and reports at leisure: its bucket is the one that is right
+		if !unsure && (folds[i].Strict || !anew && !lone) { // of a strict key gateways hold nothing, unless they were alone with it
+			continue
+		}
+		if e != nil {
+			e.unsure, e.anew = false, false
+		}
+		offered := byOffers(s.Limit, n) && !folds[i].Strict
+		if offered && !anew { // what is offered has not left the bucket
 			continue
 		}
 		known := entry{held: make(map[string]*held)}
@@ -982,10 +1002,10 @@ func (a *Aggregator) rebuild(ctx context.Context, folds []Fold, states []KeyStat
 			b.LeastMicros += h.holds(s.At)
 		}
 		b.MostMicros = b.LeastMicros + saturatingMul(even.Burst, int64(max(n-len(known.held), 0))*1e6)
-		if !unsure && !lone {
+		if !unsure && !lone || offered {
 			b.LeastMicros = math.MinInt64
 		}
-		if lone && !unsure && !s.New && !s.Lost {
+		if lone && !unsure && !anew {
 			b.MostMicros = math.MaxInt64
 		}
 		if folds[i].Strict { // what they earned since they reported they have not: it was taken here
@@ -999,12 +1019,13 @@ func (a *Aggregator) rebuild(ctx context.Context, folds []Fold, states []KeyStat
 			b.MostMicros += earned
 			b.LeastMicros = min(s.LevelMicros+earned, b.MostMicros)
 		}
-		if few := int64(n) * 1e6; b.MostMicros < s.LevelMicros-few || b.LeastMicros > s.LevelMicros+few {
-			again = append(again, Fold{Key: s.Key, Limit: s.Limit, Outstanding: folds[i].Outstanding, Bounds: &b})
-			at = append(at, i)
+		few := int64(n) * 1e6
+		if offered {
+			few = max(s.Limit.Burst-saturatingMul(even.Burst, int64(n)), 0) * 1e6 // that nobody has from the start
 		}
-		if e != nil {
-			e.unsure = false
+		if b.MostMicros < s.LevelMicros-few || b.LeastMicros > s.LevelMicros+few {
+			again = append(again, Fold{Key: s.Key, Limit: s.Limit, Outstanding: folds[i].Outstanding, Offered: folds[i].Offered, Bounds: &b})
+			at = append(at, i)
 		}
 	}
 	a.mu.Unlock()

@@ -242,6 +242,7 @@ const (
 	offerReach = 50 * time.Millisecond // an offer is withdrawn within this after a token was used
 	offerRisk  = 0.3                   // tokens used beyond those that there are, each time, at most
 	offerHeavy = 32                    // a gateway that asks so many times while a token is earned takes its turn
+	offerDebt  = 10                    // tokens used beyond those that there are that are repaid: more would close a key for too long
 )
 
 // slow says whether tokens of a limit come so seldom that they are offered.

@@ -53,11 +53,16 @@ type Fold struct {
 	Uses  []Use
 
 	Strict      bool    // a key that is not there has what it earned since the counter began to remember, and is not full
+	Last        *Level  // of a key that is not there: what it had when somebody saw it last, from where time passes; nil for full
 	Outstanding int64   // tokens that gateways hold of a key that is kept by grants: the bucket may be so much fuller than its burst
+	Offered     int64   // tokens that gateways may have of the same few: the debt may be so much deeper
 	Bounds      *Bounds // of the level afterwards; nil for none
 
 	consistency string // of the rule; not for the counter
 }
+
+// Level is what a bucket had at a time, in millionths of a token and µs by the counter's clock.
+type Level struct{ Micros, At int64 }
 
 // Bounds are those of a level, in millionths of a token.
 type Bounds struct{ LeastMicros, MostMicros int64 }
@@ -70,6 +75,9 @@ func (f *Fold) Lag() time.Duration {
 	}
 	return lag
 }
+
+// makesAnew says whether the bucket that a fold left in state s began without what it had before, or without a part of it.
+func (f *Fold) makesAnew(s *KeyState) bool { return s.New && f.Last == nil || s.Lost }
 
 // Use is what one incarnation of one gateway's bucket used, merged over a batch.
 type Use struct {

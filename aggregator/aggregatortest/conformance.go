@@ -271,6 +271,46 @@ func Counter(t *testing.T, open func(t *testing.T) aggregator.Counter) {
 			level(t, states[0], step.want)
 		}
 	})
+	t.Run("a key that is gone goes on from what it had", func(t *testing.T) {
+		c := open(t)
+		now := one(t, c, key, limit).At
+		for i, step := range []struct {
+			last aggregator.Level
+			want int64
+		}{
+			{aggregator.Level{Micros: 40e6, At: now}, 30},
+			{aggregator.Level{Micros: 40e6 + 500_000, At: now - 5*3600e6}, 35}, // five hours are five tokens
+			{aggregator.Level{Micros: -60e6, At: now}, -70},
+			{aggregator.Level{Micros: 40e6, At: now - 1e12}, 90}, // full long ago
+			{aggregator.Level{Micros: 40e6, At: now + 3600e6}, 30},
+			{aggregator.Level{Micros: 500e6, At: now}, 90},
+		} {
+			fold := aggregator.Fold{Key: aggregator.Key{Rule: "gone", Key: fmt.Sprint(i)}, Limit: limit, Last: &step.last, Uses: []aggregator.Use{use("g1", 1, 10, 10)}}
+			for again := range 2 { // the second time it is there
+				states, err := c.Fold(context.Background(), []aggregator.Fold{fold})
+				if err != nil {
+					t.Fatal(err)
+				}
+				if states[0].New != (again == 0) {
+					t.Errorf("step %d: state %+v, want a new one the first time", i, states[0])
+				}
+				level(t, states[0], step.want)
+			}
+		}
+	})
+	t.Run("what was offered to several may be owed", func(t *testing.T) {
+		c := open(t)
+		for _, step := range []struct{ offered, want int64 }{{0, -100}, {7, -107}, {100, -150}} { // and what five seconds earn, which is no token
+			k := aggregator.Key{Rule: "offered", Key: fmt.Sprint(step.offered)}
+			states, err := c.Fold(context.Background(), []aggregator.Fold{{Key: k, Limit: limit, Offered: step.offered, Uses: []aggregator.Use{use("g1", 1, 250, 250)}}})
+			if err != nil {
+				t.Fatal(err)
+			}
+			if got := states[0].LevelMicros / 1e6; got != step.want {
+				t.Errorf("with %d offered the debt is %d, want %d", step.offered, got, step.want)
+			}
+		}
+	})
 	t.Run("a key that was not there is new", func(t *testing.T) {
 		c := open(t)
 		if s := one(t, c, key, limit, use("g1", 1, 10, 10)); !s.New {

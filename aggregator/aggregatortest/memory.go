@@ -111,11 +111,14 @@ func (m *Memory) fold(f *aggregator.Fold, now int64) aggregator.KeyState {
 	full := limit.Burst * 1e6
 	fresh := b == nil
 	if fresh {
-		level := full
-		if f.Strict {
+		level, at := full, now
+		switch {
+		case f.Strict:
 			level = m.earned(limit, now)
+		case f.Last != nil:
+			level, at = f.Last.Micros, f.Last.At
 		}
-		b = &bucket{level: level, at: now, marks: make(map[incarnation]*mark), demand: make(map[string]*demand)}
+		b = &bucket{level: level, at: at, marks: make(map[incarnation]*mark), demand: make(map[string]*demand)}
 		m.keys[f.Key] = b
 	}
 	if look { // it knows nothing of what is outstanding: time passes with the next fold
@@ -152,7 +155,7 @@ func (m *Memory) fold(f *aggregator.Fold, now int64) aggregator.KeyState {
 		b.level = max(min(b.level, f.Bounds.MostMicros), min(f.Bounds.LeastMicros, brim))
 	}
 	speed := float64(limit.RateNanos) / 1e9
-	b.level = max(b.level, -int64(math.Min(float64(brim)+math.Floor(5e6*speed), 4e15)))
+	b.level = max(b.level, -int64(math.Min(float64(brim+min(max(f.Offered, 0), aggregator.MaxBurst)*1e6)+math.Floor(5e6*speed), 4e15)))
 	b.version = max(b.version+1, now)
 	b.expires = now + 1000*int64(math.Min(math.Ceil(float64(max(full-b.level, 0))/speed/1000)+60000, 4e10))
 

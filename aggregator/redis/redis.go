@@ -353,17 +353,20 @@ func (c *Counter) args(folds []aggregator.Fold) []any {
 
 // seldom is what few folds have to say.
 func seldom(f *aggregator.Fold) string {
-	if f.Outstanding <= 0 && f.Bounds == nil && !f.Strict {
+	if f.Outstanding <= 0 && f.Offered <= 0 && f.Bounds == nil && !f.Strict && f.Last == nil {
 		return ""
 	}
-	least, most, begin := "-", "-", -1
+	least, most, begin := "-", "-", "- -"
 	if f.Bounds != nil {
 		least, most = strconv.FormatInt(f.Bounds.LeastMicros, 10), strconv.FormatInt(f.Bounds.MostMicros, 10)
 	}
-	if f.Strict {
-		begin = 0 // see raise
+	switch {
+	case f.Strict:
+		begin = "0 -" // see raise
+	case f.Last != nil:
+		begin = fmt.Sprint(f.Last.Micros, " ", f.Last.At)
 	}
-	return fmt.Sprintf("%d %s %s %d ", min(max(f.Outstanding, 0), aggregator.MaxBurst), least, most, begin)
+	return fmt.Sprintf("%d %d %s %s %s ", min(max(f.Outstanding, 0), aggregator.MaxBurst), min(max(f.Offered, 0), aggregator.MaxBurst), least, most, begin)
 }
 
 // read fills a call's states from the script's result.

@@ -60,6 +60,11 @@ func twin(t *testing.T, url string, steps int, restart func() error) {
 			case 1:
 				least := rng.Int64N(3e6*f.Limit.Burst) - 1e6*f.Limit.Burst
 				f.Bounds = &aggregator.Bounds{LeastMicros: least, MostMicros: least + rng.Int64N(1e6*f.Limit.Burst)}
+			case 2:
+				f.Offered = rng.Int64N(2 * f.Limit.Burst)
+			}
+			if rng.IntN(2) == 0 {
+				f.Last = &aggregator.Level{Micros: rng.Int64N(3e6*f.Limit.Burst) - 1e6*f.Limit.Burst, At: at + rng.Int64N(4e6) - 3e6}
 			}
 			for g := range []int{1, 2, 3, 9}[rng.IntN(4)] { // nine are folded in another way
 				gateway := fmt.Sprint("g", g)
@@ -134,7 +139,7 @@ func twin(t *testing.T, url string, steps int, restart func() error) {
 			if err := r.ScriptFlush(ctx).Err(); err != nil {
 				t.Fatal(err)
 			}
-		case op < 93:
+		case op < 94:
 			if err := r.FlushAll(ctx).Err(); err != nil {
 				t.Fatal(err)
 			}

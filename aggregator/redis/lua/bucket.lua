@@ -16,12 +16,13 @@ local function parts(rate)
 end
 
 -- read returns what the fields l, f, t and v say: level, fraction, time, the last version, and whether all was well. What is not there
--- or damaged is made good: the level is begin, and the time now.
-local function read(l, f, t, v, begin, now)
+-- or damaged is made good: the level is what it was at begun, and the time now.
+local function read(l, f, t, v, begin, begun, now)
   local level, frac, at = num(l), f and num(f) or 0, num(t)
   local before = max(v and num(v) or 0, at or 0)
   local well = level and frac and at
-  if not well then level, frac, at = level or begin, 0, at or now end
+  if not level then level, at = begin, begun end
+  if not well then frac, at = 0, at or now end
   if frac < 0 or frac >= 1e9 then frac = 0 end
   return level, frac, at, before, well
 end

@@ -2,8 +2,8 @@
 --
 -- KEYS   one hash per key. In a cluster one key a call; elsewhere many, so that one call costs one TIME and one dispatch.
 -- ARGV   for each key: rate (billionths of a token per second, '' leaves the limit and does not make the key), burst (tokens),
---        lag (µs), what is seldom said ('' or four numbers and a space after each: outstanding (tokens), least and most (µtokens), level
---        of a key that is not there (µtokens, below 0 for a full one)), number of uses; for each use: mark field, gateway, seq, cum, from, settled, demand (0 leaves it) and what is sure
+--        lag (µs), what is seldom said ('' or six numbers, or '-', and a space after each: outstanding and offered (tokens), least and most (µtokens),
+--        what a key that is not there had (µtokens, '-' for a full one) and when (µs, '-' for now)), number of uses; for each use: mark field, gateway, seq, cum, from, settled, demand (0 leaves it) and what is sure
 --        of it (millionths of a token per second), span and window (µs).
 --        Meaning: aggregator.Fold and aggregator.Use.
 -- RESULT {now µs, state of each key}; a state is false for a key that is not there, else
@@ -18,7 +18,7 @@
 -- nothing (absent: 0) · t µs of the last refill · v version, where it is ahead of t · n total (HINCRBY: it may pass 2^53)
 -- x µs when it expires
 -- d demands ";GATEWAY demand until since;…" · c:GATEWAY:BOOT:INCARNATION mark "cum seq", and since when unused if pruning saw it.
--- A damaged field is made good: level anew from a full bucket, time from now. Debt is at most the burst, what is outstanding, and five seconds of the rate.
+-- A damaged field is made good: level as if the key were not there, time from now. Debt is at most the burst, what is outstanding or offered, and five seconds of the rate.
 -- A number becomes text once, and text is passed on as it came: that is much of what this script costs.
 local HOUR, DAY, HALF, BLEND = 3600000000, 86400000000, 100000, 200000 -- µs; a demand halves in HALF and is none after twenty
 -- prune drops marks that were not used for an hour, but the newest of a gateway only after a day.
@@ -80,10 +80,10 @@ local a = 1
 local rate0, burst0, full, tokens, nanos, speed -- the limit that was read last: neighbours often share one
 for k = 1, #KEYS do
   local key, rate, burst, lag, uses = KEYS[k], ARGV[a], ARGV[a + 1], tonumber(ARGV[a + 2]), tonumber(ARGV[a + 4])
-  local outstanding, begin, least, most = 0, -1
+  local outstanding, offered, least, most, begin, begun = 0, 0
   if ARGV[a + 3] ~= '' then
-    outstanding, least, most, begin = match(ARGV[a + 3], '^(%S+) (%S+) (%S+) (%S+) $')
-    outstanding, least, most, begin = outstanding * 1000000, tonumber(least), tonumber(most), tonumber(begin)
+    outstanding, offered, least, most, begin, begun = match(ARGV[a + 3], '^(%S+) (%S+) (%S+) (%S+) (%S+) (%S+) $')
+    outstanding, offered, least, most, begin, begun = outstanding * 1000000, offered * 1000000, tonumber(least), tonumber(most), tonumber(begin), tonumber(begun)
   end
   a = a + 5
 
@@ -107,7 +107,7 @@ for k = 1, #KEYS do
     out[k + 1] = false
     a = a + 10 * uses
   else
-    local level, frac, at, before, well = read(got[3], got[4], got[5], got[6], begin < 0 and full or begin, now)
+    local level, frac, at, before, well = read(got[3], got[4], got[5], got[6], begin or full, begun or now, now)
     if not well then lost = (lost == 1 or r or b or got[3] or got[4] or got[5]) and 1 or 2 end
     -- what a report tells of was used while the bucket was refilled: for so long it is refilled beyond its brim before it is charged
     local dt, brim = now - at, full + outstanding
@@ -175,7 +175,7 @@ for k = 1, #KEYS do
     if level >= brim then level, frac = brim, 0 end
     if most then level = min(level, most) end
     if least then level = max(level, min(least, brim)) end
-    level = max(level, -min(brim + floor(5e6 * speed), 4e15))
+    level = max(level, -min(brim + offered + floor(5e6 * speed), 4e15))
     local version = max(before + 1, now)
     if look then -- it knows nothing of what is outstanding: time passes with the next fold
       call('HSET', key, 'v', format('%d', version))

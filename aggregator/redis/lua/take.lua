@@ -19,7 +19,7 @@ if got.err then
   call('DEL', key)
   got = {}
 end
-local level, frac, at, before, well = read(got[1], got[2], got[3], got[4], tonumber(ARGV[4]), now)
+local level, frac, at, before, well = read(got[1], got[2], got[3], got[4], tonumber(ARGV[4]), now, now)
 if not (well or level) then return {} end
 level, frac = refill(level, frac, now - at, tokens, nanos, speed, full)
 

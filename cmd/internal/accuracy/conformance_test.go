@@ -136,6 +136,16 @@ func likePerfect(fewer, more float64) func(*testing.T, *outcome) {
 	}
 }
 
+// forgetful is for a limit that is too small to divide, and a counter that loses its memory again and again, alone (amnesia) or with the
+// centre (dementia): so many tokens more than rate·t + burst however often, and the key does not stop.
+func forgetful(more float64) func(*testing.T, *outcome) {
+	return func(t *testing.T, o *outcome) {
+		earned := o.sc.perSecond() * float64(o.sc.seconds)
+		within(t, "admitted", float64(o.score.admitted), 0.5*earned, float64(o.sc.burst)+earned+more)
+		within(t, "tokens beyond rate·t in any time", o.above(), 0, float64(o.sc.burst)+float64(o.sc.gateways)) // an offer that stands when it goes
+	}
+}
+
 // served is how many gateways admitted something.
 func (o *outcome) served(admitted []bool) int {
 	some := make(map[int32]bool)
@@ -194,6 +204,14 @@ var promises = []promise{
 		within(t, "admitted of a perfect bucket", o.count(o.admitted, 0, 120*s)/o.count(o.perfect, 0, 120*s), 0.93, 1.03)
 		within(t, "tokens beyond rate·t in any time", o.above(), 0, float64(o.sc.burst)+2)
 	}},
+	{"amnesia-2-0", 5, []string{"lease"}, forgetful(1)},
+	{"amnesia-2-0", 5, []string{"shared"}, forgetful(2)},
+	{"amnesia-2-1250", 5, []string{"lease"}, forgetful(1)},
+	{"amnesia-2-1250", 5, []string{"shared"}, forgetful(2)},
+	{"amnesia-20-200", 3, []string{"lease"}, forgetful(1)},
+	{"amnesia-20-200", 3, []string{"shared"}, forgetful(2)},
+	{"amnesia-0.2-1250", 3, apart, forgetful(1)},
+	{"dementia-20-200", 3, apart, forgetful(1)},
 	{"centre-down", 5, together, down},
 	{"redis-down", 5, together, down},
 	{"alone", 5, []string{"local", "shared", "lease", "strict"}, func(t *testing.T, o *outcome) {
@@ -234,6 +252,22 @@ func conformanceScenarios() []scenario {
 	}{{5, 3}, {5, 5}, {20, 3}, {20, 40}, {50, 0.5}, {50, 5}, {50, 40}} {
 		all = append(all, scenario{name: fmt.Sprintf("sparse-%d-%g", c.gateways, c.times), gateways: c.gateways, most: c.gateways, keys: 1,
 			tokens: 3, per: time.Minute, burst: 1, seconds: 600, fill: func(sc *scenario, g *generator) { g.even(c.gateways, c.times*sc.perSecond(), 0, 600) }})
+	}
+	for _, c := range []struct {
+		perSecond float64
+		gap       int64 // ms that it is away each time; 0 is FLUSHALL
+	}{{2, 0}, {2, 1250}, {20, 200}, {0.2, 1250}} {
+		sc := scenario{name: fmt.Sprintf("amnesia-%g-%d", c.perSecond, c.gap), gateways: 4, most: 4, keys: 1, tokens: 3, per: time.Minute, burst: 1, seconds: 600,
+			fill: func(sc *scenario, g *generator) { g.even(4, c.perSecond, 0, 600) }}
+		both := sc
+		both.name = fmt.Sprintf("dementia-%g-%d", c.perSecond, c.gap)
+		for at := 10 * s; at < 600*s; at += 10 * s {
+			sc.happenings = append(sc.happenings, happening{at, redisDown, 0}, happening{at + c.gap*ms, redisUp, 0})
+			if at%(30*s) == 0 {
+				both.happenings = append(both.happenings, happening{at, centreDown, 0}, happening{at, redisDown, 0}, happening{at + c.gap*ms, redisUp, 0}, happening{at + s, centreUp, 0})
+			}
+		}
+		all = append(all, sc, both)
 	}
 	return append(all, scenario{name: "short-10", gateways: 10, most: 10, keys: 1, tokens: 2, per: time.Second, burst: 1, seconds: 120,
 		fill: func(sc *scenario, g *generator) { g.even(10, 5*sc.perSecond(), 0, 120) }})
