@@ -331,7 +331,7 @@ func (s *Store) mine(ctx context.Context, tok string, items []schemas.Delivered[
 	seen := make(map[reportID]known, len(items))
 	whole = true
 	for i, it := range items {
-		id, this := idOf(it.Value), known{tok, it.Value.Requests(), contents[i]}
+		id, this := idOf(it.Value), known{tok, Contents{it.Value.Requests(), contents[i]}}
 		other, was := seen[id], by[id]
 		if other.batch == "" && was.batch != "" && was.batch != tok {
 			other = was
@@ -341,10 +341,10 @@ func (s *Store) mine(ctx context.Context, tok string, items []schemas.Delivered[
 			seen[id] = this
 			whole = whole && was.batch == tok
 			mine = append(mine, stored{it, tok, contents[i]})
-		case !other.same(this):
+		case !other.Same(this.Contents):
 			refused = append(refused, schemas.RefusedMessage{Seq: it.Seq, Detail: fmt.Sprintf(
 				"report %d of boot %s is stored already, with %d requests, and this is another one, with %d: a gateway needs a new boot with each start",
-				id.seq, id.boot, other.requests, this.requests)})
+				id.seq, id.boot, other.Requests, this.Requests)})
 		}
 	}
 	return mine, refused, whole, nil
@@ -352,13 +352,22 @@ func (s *Store) mine(ctx context.Context, tok string, items []schemas.Delivered[
 
 // known is what is known of a report of some name.
 type known struct {
-	batch    string // that stored it
-	requests uint64
-	content  uint64 // 0 when it was stored before there were digests
+	batch string // that stored it
+	Contents
 }
 
-func (k known) same(as known) bool {
-	return k.requests == as.requests && (k.content == as.content || k.content == 0)
+// Contents tell a report from another one of the same name.
+type Contents struct {
+	Requests uint64
+	Digest   uint64 // of its usage; 0 when it is unknown: it was stored before there were digests, for example
+}
+
+// ContentsOf are those of a report at hand.
+func ContentsOf(r *schemas.Report) Contents { return Contents{r.Requests(), content(r)} }
+
+// Same says whether two reports of one name are the same, as far as is known.
+func (c Contents) Same(as Contents) bool {
+	return c.Requests == as.Requests && (c.Digest == as.Digest || c.Digest == 0 || as.Digest == 0)
 }
 
 // storedBy says which batch stored each report, as far as one did; tok wins over others.
@@ -373,7 +382,7 @@ func (s *Store) storedBy(ctx context.Context, tok string, items []schemas.Delive
 		var id reportID
 		var k known
 		for rows.Next() {
-			if err := rows.Scan(&id.gateway, &id.boot, &id.seq, &k.batch, &k.requests, &k.content); err != nil {
+			if err := rows.Scan(&id.gateway, &id.boot, &id.seq, &k.batch, &k.Requests, &k.Digest); err != nil {
 				return nil, errors.Join(err, rows.Close())
 			}
 			if by[id].batch != tok {

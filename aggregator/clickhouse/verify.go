@@ -170,8 +170,8 @@ type ReportID struct {
 	Seq           uint64
 }
 
-// Stored says which of these reports are stored whole.
-func (s *Store) Stored(ctx context.Context, ids []ReportID) (map[ReportID]bool, error) {
+// Stored returns what is in those of these reports that are stored whole.
+func (s *Store) Stored(ctx context.Context, ids []ReportID) (map[ReportID]Contents, error) {
 	items := make([]schemas.Delivered[*schemas.Report], len(ids))
 	for i, id := range ids {
 		items[i].Value = &schemas.Report{Gateway: id.Gateway, Boot: id.Boot, Seq: id.Seq}
@@ -180,9 +180,9 @@ func (s *Store) Stored(ctx context.Context, ids []ReportID) (map[ReportID]bool, 
 	if err != nil {
 		return nil, s.explain("look up reports", err)
 	}
-	out := make(map[ReportID]bool, len(by))
-	for id := range by {
-		out[ReportID{id.gateway, id.boot, id.seq}] = true
+	out := make(map[ReportID]Contents, len(by))
+	for id, k := range by {
+		out[ReportID{id.gateway, id.boot, id.seq}] = k.Contents
 	}
 	return out, nil
 }

@@ -153,6 +153,13 @@ type unstored struct {
 	cause    string
 	detail   string
 	requests map[time.Time]int64 // in the time that is looked at, by hour; 0 when it is unknown how many
+	vague    bool                // its contents are unknown
+}
+
+// copyOf names a report and what is in it: there may be several of one name, of which one at most is stored.
+type copyOf struct {
+	clickhouse.ReportID
+	clickhouse.Contents
 }
 
 // life is one boot of a gateway.
@@ -160,7 +167,7 @@ type life struct{ gateway, boot string }
 
 // outside is all that exists outside of the history.
 type outside struct {
-	reports  map[clickhouse.ReportID]unstored
+	reports  map[copyOf]unstored
 	causes   map[life]string     // why reports of a boot are not stored
 	seqs     map[life][]uint64   // of those reports, in order
 	nameless map[string]int      // dead letters that do not say which report they are, by gateway
@@ -189,7 +196,7 @@ func (o *outside) causeOf(gateway, boot, otherwise string) string {
 
 // outside finds the reports that wait in the stream, in journals and among the dead letters, and are not stored.
 func (b Books) outside(ctx context.Context, from, to time.Time) (*outside, error) {
-	o := &outside{reports: map[clickhouse.ReportID]unstored{}, causes: map[life]string{}, seqs: map[life][]uint64{}, nameless: map[string]int{}, letters: map[nameless]*count{}}
+	o := &outside{reports: map[copyOf]unstored{}, causes: map[life]string{}, seqs: map[life][]uint64{}, nameless: map[string]int{}, letters: map[nameless]*count{}}
 	within := func(at time.Time) bool { return !at.Before(from) && at.Before(to) }
 	note := func(cause, detail string, r *schemas.Report) {
 		requests := map[time.Time]int64{}
@@ -199,7 +206,8 @@ func (b Books) outside(ctx context.Context, from, to time.Time) (*outside, error
 				requests[hour] = sum(requests[hour], u.Allowed+u.Rejected)
 			}
 		}
-		o.reports[clickhouse.ReportID{Gateway: r.Gateway, Boot: r.Boot, Seq: r.Seq}] = unstored{cause, fmt.Sprintf("report %d", r.Seq) + detail, requests}
+		id := copyOf{clickhouse.ReportID{Gateway: r.Gateway, Boot: r.Boot, Seq: r.Seq}, clickhouse.ContentsOf(r)}
+		o.reports[id] = unstored{cause: cause, detail: fmt.Sprintf("report %d", r.Seq) + detail, requests: requests}
 	}
 	for i, journal := range b.Journals {
 		reports, err := journal(ctx)
@@ -234,12 +242,33 @@ func (b Books) outside(ctx context.Context, from, to time.Time) (*outside, error
 	for _, w := range waiting {
 		note(CauseInFlight, "", w.Value)
 	}
-	stored, err := b.Store.Stored(ctx, slices.Collect(maps.Keys(o.reports)))
+	var ids []clickhouse.ReportID
+	elsewhere := map[clickhouse.ReportID]bool{} // than in a journal
+	for id, u := range o.reports {
+		ids = append(ids, id.ReportID)
+		elsewhere[id.ReportID] = elsewhere[id.ReportID] || u.cause != CauseLate
+	}
+	stored, err := b.Store.Stored(ctx, ids)
 	if err != nil {
 		return nil, err
 	}
-	for id := range stored {
-		delete(o.reports, id)
+	for id, u := range o.reports {
+		has, ok := stored[id.ReportID]
+		switch {
+		case u.cause == CauseLate: // a name is enough: a journal's last one may have been growing when it was read
+			if ok || elsewhere[id.ReportID] {
+				delete(o.reports, id)
+			}
+		case !ok:
+		case !u.vague && has.Same(id.Contents):
+			delete(o.reports, id)
+		case u.vague:
+			u.detail += "; one of this name is stored"
+			o.reports[id] = u
+		default:
+			u.detail += "; another one of this name is stored"
+			o.reports[id] = u
+		}
 	}
 	for id, u := range o.reports {
 		l := life{id.Gateway, id.Boot}
@@ -266,8 +295,8 @@ func (o *outside) claim(l *jetstream.DeadLetter, within func(time.Time) bool) {
 	}
 	c := l.Claim()
 	if c.Boot != "" && c.Gateway != "" {
-		u := unstored{CauseRefused, fmt.Sprintf("report %d: dead letter %d, %s", c.Seq, l.ID, l.Reason), map[time.Time]int64{}}
-		if !c.Counted {
+		u := unstored{cause: CauseRefused, detail: fmt.Sprintf("report %d: dead letter %d, %s", c.Seq, l.ID, l.Reason), requests: map[time.Time]int64{}}
+		if u.vague = !c.Counted; u.vague {
 			u.detail += ", it is unknown of how many requests"
 		}
 		if within(at) && (c.Requests > 0 || !c.Counted) {
@@ -276,7 +305,7 @@ func (o *outside) claim(l *jetstream.DeadLetter, within func(time.Time) bool) {
 				u.requests[at.Truncate(time.Hour)] = int64(c.Requests)
 			}
 		}
-		o.reports[clickhouse.ReportID{Gateway: c.Gateway, Boot: c.Boot, Seq: c.Seq}] = u
+		o.reports[copyOf{clickhouse.ReportID{Gateway: c.Gateway, Boot: c.Boot, Seq: c.Seq}, clickhouse.Contents{Requests: c.Requests}}] = u
 		return
 	}
 	o.nameless[c.Gateway]++
@@ -332,8 +361,8 @@ func (b Books) reports(ctx context.Context, r *Reconciliation, known *outside) e
 		}
 		lost(first, m.Last)
 	}
-	ids := slices.SortedFunc(maps.Keys(known.reports), func(a, b clickhouse.ReportID) int {
-		return cmp.Or(cmp.Compare(a.Gateway, b.Gateway), cmp.Compare(a.Boot, b.Boot), cmp.Compare(a.Seq, b.Seq))
+	ids := slices.SortedFunc(maps.Keys(known.reports), func(a, b copyOf) int {
+		return cmp.Or(cmp.Compare(a.Gateway, b.Gateway), cmp.Compare(a.Boot, b.Boot), cmp.Compare(a.Seq, b.Seq), cmp.Compare(a.Requests, b.Requests), cmp.Compare(a.Digest, b.Digest))
 	})
 	for _, id := range ids {
 		u := known.reports[id]

@@ -192,11 +192,17 @@ func TestReconcile(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	six, err := letters.Get(t.Context(), 1)
+	if err != nil {
+		t.Fatal(err)
+	}
 	if err := letters.Replay(t.Context(), 1); err != nil {
 		t.Fatal(err)
 	}
 	c.becomesStored(7)
-	c.publish(6) // as a replay outside the duplicate window
+	if _, err := c.js.PublishMsg(t.Context(), &nats.Msg{Subject: six.Subject, Data: six.Body, Header: nats.Header{"Content-Type": {six.ContentType}}}); err != nil { // as a replay outside the duplicate window
+		t.Fatal(err)
+	}
 	c.publish(8)
 	c.becomesStored(8)
 	if r := c.becomes(""); r.Requests != 16 {
@@ -337,6 +343,37 @@ func TestReconcileKnowsEveryDeadLetter(t *testing.T) {
 	c.exec("INSERT INTO reports SELECT * REPLACE (toUInt64(18446744073709551615) AS seq) FROM reports WHERE gateway = 'gwother' LIMIT 1")
 	if d := c.find(fmt.Sprintf("reports lost 0/%d", math.MaxInt64)); d == nil || d.Detail != "reports 6 to 18446744073709551614" {
 		t.Errorf("difference = %+v, want the hole", d)
+	}
+}
+
+// A letter that has the name of a report that is stored is refused all the same when it is another one; the same one is not.
+func TestReconcileTellsAnotherReportOfTheSameName(t *testing.T) {
+	c := newCentre(t)
+	now := time.Now().UTC().Format(time.RFC3339)
+	send := func(header nats.Header, subject, tenant string, allowed int) {
+		t.Helper()
+		header.Set("Content-Type", schemas.ContentJSON)
+		body := fmt.Sprintf(`{"boot":"L1","seq":1,"usage":[{"ts":%q,"tenant":%q,"route":"r","allowed":%d}]}`, now, tenant, allowed)
+		if _, err := c.js.PublishMsg(t.Context(), &nats.Msg{Subject: subject, Data: []byte(body), Header: header}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	letter := func(tenant string, allowed int) {
+		send(nats.Header{jetstream.HeaderSubject: {schemas.UsagePrefix + "f4"}, jetstream.HeaderArrived: {now}}, schemas.DeadPrefix+schemas.ReasonRefused, tenant, allowed)
+	}
+	send(nats.Header{}, schemas.UsagePrefix+"f4", "acme", 15)
+	c.becomesStored(1)
+	letter("acme", 15) // the stored one, as one that was replayed
+	c.becomes("")
+	send(nats.Header{}, schemas.UsagePrefix+"f4", "acme", 1_000_000)
+	r := c.becomes("reports refused 0/1000000")
+	if d := r.Differences[0]; !strings.HasSuffix(d.Detail, "; another one of this name is stored") {
+		t.Errorf("difference = %+v, want it to say that it is another one", d)
+	}
+	letter("other", 15) // as many requests, of somebody else
+	letter("other", 15) // counts once, however often it is there
+	if r := c.becomes("reports refused 0/15, reports refused 0/1000000"); len(r.Differences) != 2 {
+		t.Errorf("differences = %+v, want two", r.Differences)
 	}
 }
 
