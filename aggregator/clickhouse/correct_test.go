@@ -2,6 +2,7 @@ package clickhouse
 
 import (
 	"errors"
+	"slices"
 	"testing"
 	"time"
 )
@@ -97,6 +98,60 @@ func TestCorrections(t *testing.T) {
 	}
 	if got := totals(noon, noon.Add(time.Hour)); got != 29 {
 		t.Errorf("Totals = %d, want 29", got)
+	}
+}
+
+// A correction of the present hour is in what has that hour up to now, points of hours agree with totals, and what is left out or
+// apart is said.
+func TestCorrectionsOfThePresentHour(t *testing.T) {
+	s := fresh(t)
+	now := time.Now().UTC()
+	hour := now.Truncate(time.Hour)
+	before := hour.Add(-time.Hour)
+	store(t, s, batchOf(1, reportAt("a", 1, before, 10))) // tenant-0: rows 0 and 7, allowed
+	for ref, at := range map[string]time.Time{"present": hour, "before": before} {
+		c := Correction{Ref: ref, Hour: at, Gateway: "a", Tenant: "tenant-0", Route: "orders", Allowed: 100, Reason: "not counted", Author: "kim"}
+		if _, err := s.Correct(t.Context(), c); err != nil {
+			t.Fatal(err)
+		}
+	}
+	soon := now.Add(5 * time.Minute)
+	for _, w := range []struct {
+		from, to                   time.Time
+		step                       time.Duration
+		total, others, points, cut uint64
+		apart                      bool
+	}{
+		{hour, soon, time.Hour, 100, 0, 100, 0, false},
+		{before, soon, time.Hour, 206, 24, 206, 0, false},
+		{before, soon, time.Minute, 206, 24, 6, 0, true},
+		{before.Add(time.Minute), soon, time.Hour, 100, 0, 0, 1, true},
+		{before, hour.Add(-time.Millisecond), time.Hour, 6, 24, 6, 1, false},
+	} {
+		u, err := s.Tenant(t.Context(), "tenant-0", w.from, w.to, w.step)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var points uint64
+		for _, p := range u.Points {
+			points += p.Requests()
+		}
+		if u.Requests != w.total || points != w.points || u.Apart != w.apart || !u.To.Equal(w.to) {
+			t.Errorf("Tenant from %s to %s by %s has %d requests, %d in points, apart %t, to %s, want %+v", w.from, w.to, w.step, u.Requests, points, u.Apart, u.To, w)
+		}
+		for tenant, cut := range map[string]uint64{"": w.cut, "tenant-0": w.cut, "tenant-1": 0} {
+			if n, err := s.CutCorrections(t.Context(), tenant, w.from, w.to); err != nil || n != cut {
+				t.Errorf("CutCorrections(%q) from %s to %s = %d, %v, want %d", tenant, w.from, w.to, n, err, cut)
+			}
+		}
+		top, err := s.Top(t.Context(), w.from, w.to, 100, ByRequests)
+		if i := slices.IndexFunc(top, func(x TenantTotal) bool { return x.Tenant == "tenant-0" }); err != nil || i < 0 || top[i].Requests != w.total {
+			t.Errorf("Top from %s to %s = %+v, %v, want %d", w.from, w.to, top, err, w.total)
+		}
+		all, err := s.Totals(t.Context(), w.from, w.to)
+		if err != nil || all.Requests != w.others+w.total {
+			t.Errorf("Totals from %s to %s = %+v, %v, want %d", w.from, w.to, all, err, w.others+w.total)
+		}
 	}
 }
 

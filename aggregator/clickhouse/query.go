@@ -37,11 +37,12 @@ type Totals struct {
 }
 
 // Totals counts every request with from <= ts < to, from the ledger itself: it is exact whatever was inserted twice. As in
-// every answer of this package, corrections of hours that lie in it whole are included.
+// every answer of this package, corrections of hours that lie in it whole are included; the present hour does when it does up to now.
 func (s *Store) Totals(ctx context.Context, from, to time.Time) (Totals, error) {
 	ctx, cancel := context.WithTimeout(ctx, queryTimeout)
 	defer cancel()
 	t := Totals{From: from.UTC(), To: to.UTC()}
+	to = wholeHour(to)
 	usage, args := usageIn([]segment{{ledger, from, to}, corrections(from, to)}, "true")
 	err := s.conn.QueryRow(ctx, `SELECT `+sums+` FROM `+usage+` AS u`+final, args...).
 		Scan(&t.Allowed, &t.Rejected, &t.Cost)
@@ -76,6 +77,7 @@ func (s *Store) Top(ctx context.Context, from, to time.Time, n int, by string) (
 	if n < 1 || n > 10_000 {
 		return nil, fmt.Errorf("top %d: want 1 to 10000", n)
 	}
+	to = wholeHour(to)
 	usage, args := usageIn(append(cover(from, to, rollups), corrections(from, to)), "true")
 	ctx, cancel := context.WithTimeout(ctx, queryTimeout)
 	defer cancel()
@@ -104,8 +106,9 @@ type TenantUsage struct {
 	StepMS   int64         `json:"step_ms"`
 	Requests uint64        `json:"requests"`
 	Counts                 // in total
-	Routes   []RouteTotal  `json:"routes"` // most requests first
-	Points   []TenantPoint `json:"points"` // in order of time, then route, then rule; steps without requests are left out
+	Routes   []RouteTotal  `json:"routes"`                      // most requests first
+	Points   []TenantPoint `json:"points"`                      // in order of time, then route, then rule; steps without requests are left out
+	Apart    bool          `json:"corrections_apart,omitempty"` // there are corrections in the totals and the routes, and not in the points
 }
 
 // RouteTotal is the counts of one route and outcome.
@@ -122,15 +125,18 @@ type TenantPoint struct {
 }
 
 // Tenant returns what one tenant did with from <= ts < to, in steps counted from from. Corrections are of an hour: they are in
-// the totals and the routes, and in the points where steps are whole hours. Points of other steps are what gateways reported.
+// the totals and the routes, and in the points where steps are whole hours. Points of other steps are what gateways reported, and
+// Apart tells of it.
 func (s *Store) Tenant(ctx context.Context, tenant string, from, to time.Time, step time.Duration) (TenantUsage, error) {
 	if err := checkSteps(from, to, step); err != nil {
 		return TenantUsage{}, fmt.Errorf("usage of tenant %q: %w", tenant, err)
 	}
 	doing := fmt.Sprintf("read the usage of tenant %q", tenant)
+	t := TenantUsage{Tenant: tenant, From: from.UTC(), To: to.UTC(), StepMS: step.Milliseconds(), Routes: []RouteTotal{}, Points: []TenantPoint{}}
+	to = wholeHour(to)
 	segments := cover(from, to, forSteps(from, step))
-	whole := step%time.Hour == 0 && from.Equal(from.Truncate(time.Hour))
-	if whole {
+	hours := step%time.Hour == 0 && from.Equal(from.Truncate(time.Hour))
+	if hours {
 		segments = append(segments, corrections(from, to))
 	}
 	usage, args := usageIn(segments, "tenant = {tenant:String}")
@@ -142,7 +148,6 @@ func (s *Store) Tenant(ctx context.Context, tenant string, from, to time.Time, s
 	if err != nil {
 		return TenantUsage{}, s.explain(doing, err)
 	}
-	t := TenantUsage{Tenant: tenant, From: from.UTC(), To: to.UTC(), StepMS: step.Milliseconds(), Routes: []RouteTotal{}, Points: []TenantPoint{}}
 	routes := map[[2]string]*Counts{}
 	for rows.Next() {
 		var n int64
@@ -162,7 +167,7 @@ func (s *Store) Tenant(ctx context.Context, tenant string, from, to time.Time, s
 	if err := errors.Join(rows.Err(), rows.Close()); err != nil {
 		return TenantUsage{}, s.explain(doing, err)
 	}
-	if !whole {
+	if !hours {
 		if err := s.correctTotals(ctx, tenant, from, to, &t, routes); err != nil {
 			return TenantUsage{}, s.explain(doing, err)
 		}
@@ -192,6 +197,7 @@ func (s *Store) correctTotals(ctx context.Context, tenant string, from, to time.
 			return errors.Join(err, rows.Close())
 		}
 		d := Counts{uint64(allowed), uint64(rejected), uint64(cost)} // what is less than 0 takes away: sums wrap
+		t.Apart = true
 		t.add(d)
 		if routes[id] == nil {
 			routes[id] = &Counts{}
@@ -310,6 +316,27 @@ func cover(from, to time.Time, rollups []rollup) []segment {
 // corrections are those of whole hours of a range.
 func corrections(from, to time.Time) segment {
 	return segment{"corrections FINAL", from, to.Add(1 - time.Hour)}
+}
+
+// wholeHour is the end of a range that includes the present: the end of the hour. What lies ahead can only be of a clock that is fast, and
+// the hour is then there whole, with its corrections.
+func wholeHour(to time.Time) time.Time {
+	if to.Before(time.Now()) {
+		return to
+	}
+	return to.Add(time.Hour - 1).Truncate(time.Hour)
+}
+
+// CutCorrections returns how many corrections an answer about from <= ts < to leaves out, for it has only a part of their hour; those
+// of a tenant unless that is empty.
+func (s *Store) CutCorrections(ctx context.Context, tenant string, from, to time.Time) (n uint64, err error) {
+	ctx, cancel := context.WithTimeout(ctx, queryTimeout)
+	defer cancel()
+	in := corrections(from, wholeHour(to))
+	err = s.conn.QueryRow(ctx, `SELECT count() FROM `+in.table+` WHERE `+within+` AND ({tenant:String} = '' OR tenant = {tenant:String})
+		AND NOT (ts >= fromUnixTimestamp64Milli({first:Int64}, 'UTC') AND ts < fromUnixTimestamp64Milli({last:Int64}, 'UTC'))`+final,
+		append(window(from.Truncate(time.Hour), to), ch.Named("tenant", tenant), ch.Named("first", millis(in.from)), ch.Named("last", millis(in.to)))...).Scan(&n)
+	return n, s.explain("look for corrections of hours that are cut", err)
 }
 
 // sums are of what usageIn gives. Rows of roll-ups may be two's complements, and corrections negative; their sums are not.

@@ -344,6 +344,38 @@ func TestHistoryCorrect(t *testing.T) {
 	if len(top) != 1 || top[0].Tenant != "acme" || top[0].Allowed != 4-1+3 {
 		t.Errorf("usage top = %+v, want the corrections in it", top)
 	}
+	// Up to now, in hours of the clock, and what cannot have them.
+	for _, q := range []struct {
+		says  string // on standard error
+		total uint64 // 0 when it depends on the second in which the reports were made
+		steps uint64
+		args  []string
+	}{
+		{"", 6, 6, []string{"--last", "24h", "--step", "1h"}},
+		{"corrections are in the totals and not in the series", 6, 4, []string{"--last", "24h"}},
+		{"4 corrections are left out", 0, 0, []string{"--from", hour.Add(time.Second).Format(time.RFC3339), "--to", hour.Add(2 * time.Hour).Format(time.RFC3339)}},
+	} {
+		stdout, stderr := p.weir(exitOK, append([]string{"usage", "tenant", "acme", "-o", "json"}, q.args...)...)
+		var u struct {
+			Allowed uint64 `json:"allowed"`
+			Points  []struct {
+				Allowed uint64 `json:"allowed"`
+			} `json:"points"`
+		}
+		if err := json.Unmarshal([]byte(stdout), &u); err != nil {
+			t.Fatal(err)
+		}
+		var steps uint64
+		for _, x := range u.Points {
+			steps += x.Allowed
+		}
+		if q.total != 0 && (u.Allowed != q.total || steps != q.steps) || !strings.HasPrefix(stderr, q.says) || q.says == "" && stderr != "" {
+			t.Errorf("usage tenant %v: %d allowed, %d in the series, %q, want %+v", q.args, u.Allowed, steps, stderr, q)
+		}
+	}
+	if _, stderr := p.weir(exitOK, "usage", "top", "--from", hour.Add(time.Second).Format(time.RFC3339), "--to", hour.Add(2*time.Hour).Format(time.RFC3339)); !strings.HasPrefix(stderr, "4 corrections are left out") {
+		t.Errorf("usage top of a part of the hour says %q", stderr)
+	}
 }
 
 func TestDeadLetterCommands(t *testing.T) {
@@ -427,6 +459,14 @@ func TestDeadLetterCommands(t *testing.T) {
 
 	out, _ = p.weir(exitOK, "dlq", "drop", "--all", "--reason", "malformed")
 	p.wants(out, "drop: 1 of 1 letters")
+	p.raw(schemas.ContentJSON, []byte(`{"boot":`))
+	p.eventually("a letter", func() bool {
+		p.json(exitOK, &list, "dlq", "list")
+		return len(list.Letters) == 1
+	})
+	twice := fmt.Sprint(list.Letters[0].ID)
+	out, _ = p.weir(exitOK, "dlq", "drop", twice, "0"+twice)
+	p.wants(out, "drop: 1 of 1 letters")
 	out, stderr = p.weir(exitFailed, "dlq", "drop", id["malformed"]) // gone already
 	p.wants(out, "drop: 0 of 1 letters", "no such dead letter")
 	p.wants(stderr, "no such dead letter")
@@ -457,7 +497,8 @@ func TestBooksUsageErrors(t *testing.T) {
 		{"--reason", []string{"dlq", "list", "--reason", ">"}},
 		{"-o", []string{"dlq", "list", "-o", "xml"}},
 		{"seven", []string{"dlq", "show", "seven"}},
-		{`0\" is no id`, []string{"dlq", "drop", "0"}},
+		{`weir: no dead letter has the id "0": see`, []string{"dlq", "show", "0"}},
+		{`the id "0"`, []string{"dlq", "drop", "0"}},
 		{"id", []string{"dlq", "show"}},
 		{"--all", []string{"dlq", "replay"}},
 		{"--all", []string{"dlq", "replay", "--all", "7"}},
@@ -566,6 +607,26 @@ func TestLettersThatOthersTook(t *testing.T) {
 				t.Errorf("--all %t as %s: %q, %v, want %q", c.all, format, got, err, want)
 			}
 		}
+	}
+}
+
+// A table stays readable when every second report is missing.
+func TestVerifyTableIsBounded(t *testing.T) {
+	r := app.Reconciliation{Differences: []app.Difference{{Between: "usage", Cause: app.CauseDoubled, Gateway: "gw", Boot: "b", Detail: "first"}}}
+	for i := range 1000 {
+		r.Differences = append(r.Differences, app.Difference{Between: "reports", Cause: app.CauseLost, Gateway: "gw", Boot: "b", Want: 1, Detail: fmt.Sprintf("report %d", 2*i+1)})
+	}
+	r.Differences = append(r.Differences, app.Difference{Between: "reports", Cause: app.CauseLost, Gateway: "gw", Boot: "c", Want: 1, Detail: "last"})
+	var out strings.Builder
+	printReconciliation(&out, r)
+	got := out.String()
+	for _, want := range []string{"first", "\treport 99\n", "… and 950 more of these: -o json has them\n", "last", "1002 differences: "} {
+		if !strings.Contains(got, want) {
+			t.Errorf("%q lacks %q", got, want)
+		}
+	}
+	if n := strings.Count(got, "\n"); n != 1+1+50+1+1+1 {
+		t.Errorf("the table has %d lines, want 55", n)
 	}
 }
 

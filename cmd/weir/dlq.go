@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"slices"
 	"strconv"
 	"time"
 	"unicode/utf8"
@@ -270,12 +271,16 @@ func eachLetter(cmd *cobra.Command, b *letterBox, d *jetstream.DeadLetters, name
 	return failed
 }
 
+// letterIDs are those named, each once.
 func letterIDs(args []string) ([]uint64, error) {
-	ids := make([]uint64, len(args))
-	for i, a := range args {
-		var err error
-		if ids[i], err = strconv.ParseUint(a, 10, 64); err != nil || ids[i] == 0 {
-			return nil, usagef("%q is no id of a dead letter: see weir dlq list", a)
+	var ids []uint64
+	for _, a := range args {
+		id, err := strconv.ParseUint(a, 10, 64)
+		if err != nil || id == 0 {
+			return nil, usagef("no dead letter has the id %q: see weir dlq list", a)
+		}
+		if !slices.Contains(ids, id) {
+			ids = append(ids, id)
 		}
 	}
 	return ids, nil

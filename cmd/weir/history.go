@@ -87,11 +87,12 @@ func historyVerifyCommand() *cobra.Command {
 		Long: `Verify compares, for whole hours: the numbers of the reports, which have no holes; what each report says of itself with its rows
 in usage, none of which is without its report; what was taken of each bucket with the growth of its cumulative count, in ClickHouse
 and in Redis, as far as Redis still has it; and the roll-ups with the ledger. It says "equal", or each difference with its cause: in
-flight, late, refused (a dead letter, whatever its reason), lost or doubled, or between which of these it cannot tell. A letter that
+flight, late, refused (a dead letter, whatever its reason, that is not stored), lost or doubled, or between which of these it cannot tell. A letter that
 cannot be taken for a report is in the hour in which it arrived; one that does not say which report it is may be one that is called
 lost. Where there was nothing to compare with, in Redis or for want of --journal, it says so. No difference, and said apart: what
 the buckets of a process that ended before it had sealed all that it counted gave after their last report, which Redis never hears
-of. It exits 0 when all is equal, 1 when something differs, 3 when a server is unreachable. Hours that are not over are left out
+of. The table has 50 at most of the differences of one hour, cause and boot, and says how many more there are; -o json has all.
+It exits 0 when all is equal, 1 when something differs, 3 when a server is unreachable. Hours that are not over are left out
 unless --to names one.`,
 		Example: "  weir history verify --last 24h\n  weir history verify --from 2026-11-29T10:00:00Z --to 2026-11-29T11:00:00Z --journal /var/lib/weir -o json",
 		Args:    noArgs,
@@ -106,8 +107,8 @@ unless --to names one.`,
 			}
 			return q.ask(cmd, func(s *clickhouse.Store, from, to time.Time) (err error) {
 				from = from.Truncate(time.Hour)
-				if q.period.to == "" && from.Before(to.Truncate(time.Hour)) {
-					to = to.Truncate(time.Hour)
+				if over := time.Now().UTC().Truncate(time.Hour); q.period.to == "" && from.Before(over) {
+					to = over
 				}
 				log, err := logger(cmd, "error")
 				if err != nil {
@@ -143,11 +144,28 @@ unless --to names one.`,
 	return cmd
 }
 
+// maxAlike is how many differences of one hour, cause and boot a table has: every second report may be missing.
+const maxAlike = 50
+
 func printReconciliation(w io.Writer, r app.Reconciliation) {
 	if len(r.Differences) > 0 {
 		fmt.Fprintln(w, "HOUR\tBETWEEN\tCAUSE\tGATEWAY\tBOOT\tRULE\tKEY\tWANT\tHAVE\tDETAIL")
 	}
+	alike := func(d app.Difference) app.Difference {
+		return app.Difference{Hour: d.Hour, Between: d.Between, Cause: d.Cause, Gateway: d.Gateway, Boot: d.Boot}
+	}
+	all, seen := map[app.Difference]int{}, map[app.Difference]int{}
 	for _, d := range r.Differences {
+		all[alike(d)]++
+	}
+	for _, d := range r.Differences {
+		of := alike(d)
+		if seen[of]++; seen[of] > maxAlike {
+			if seen[of] == all[of] {
+				text.Printf(w, "%s\t%s\t%s\t%s\t%s\t-\t-\t-\t-\t… and %d more of these: -o json has them\n", d.Hour.Format(time.RFC3339), d.Between, d.Cause, dash(d.Gateway), dash(d.Boot), all[of]-maxAlike)
+			}
+			continue
+		}
 		text.Printf(w, "%s\t%s\t%s\t%s\t%s\t%s\t%s\t%d\t%d\t%s\n", d.Hour.Format(time.RFC3339), d.Between, d.Cause, dash(d.Gateway), dash(d.Boot), dash(d.Rule), dash(d.Key), d.Want, d.Have, d.Detail)
 	}
 	for _, k := range r.Killed {
@@ -172,9 +190,10 @@ func historyCorrectCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "correct",
 		Short: "Add a signed correction to one hour of one tenant, with its author and reason",
-		Long: `Correct adds a row to the table corrections. Usage itself is never changed: every answer of weir usage, and the view
-corrected_1h, is the sum of both. Without --cost the tokens go with the requests, one for each; --cost 0 leaves them as they are. The
-same --ref again is the same correction. No count can go below zero.`,
+		Long: `Correct adds a row to the table corrections. Usage itself is never changed: the view corrected_1h is the sum of both, and so is every
+answer of weir usage that has the whole hour, up to now if it is the present one; others say how many corrections they leave out.
+Without --cost the tokens go with the requests, one for each; --cost 0 leaves them as they are. The same --ref again is the same
+correction. No count can go below zero.`,
 		Example: `  weir history correct --gateway gw-1 --tenant acme --route export --hour 2026-11-29T10:00:00Z --allowed -41 --reason "load test" --by kim --ref TICKET-7`,
 		Args:    noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) (err error) {

@@ -50,8 +50,8 @@ func (p *period) times() (from, to time.Time, err error) {
 		if p.last <= 0 {
 			return from, to, usagef("--last %s, want more than 0", p.last)
 		}
-		if p.to == "" && p.last%time.Minute == 0 { // whole minutes, which the roll-ups answer for
-			to = to.Add(time.Minute - 1).Truncate(time.Minute)
+		if p.to == "" && p.last%time.Minute == 0 { // whole minutes, which the roll-ups answer for, and not over yet when the history is asked
+			to = to.Add(time.Minute + 4*time.Second).Truncate(time.Minute)
 		}
 		return to.Add(-p.last), to, nil
 	}
@@ -108,6 +108,7 @@ func usageTopCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:     "top",
 		Short:   "The tenants with the most requests",
+		Long:    "Top adds up what each tenant used. " + onCorrections,
 		Example: "  weir usage top --last 1h --by rejected -n 5",
 		Args:    noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
@@ -120,6 +121,9 @@ func usageTopCommand() *cobra.Command {
 			return q.ask(cmd, func(s *clickhouse.Store, from, to time.Time) error {
 				top, err := s.Top(cmd.Context(), from, to, n, by)
 				if err != nil {
+					return err
+				}
+				if err := sayCut(cmd, s, "", from, to); err != nil {
 					return err
 				}
 				return q.out.write(cmd.OutOrStdout(), top, func(w io.Writer) {
@@ -143,6 +147,7 @@ func usageTenantCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:     "tenant NAME",
 		Short:   "What one tenant used, per route and over time, and which rule refused it",
+		Long:    "Tenant adds up what one tenant used. " + onCorrections + "\nThe series has them where its steps are hours of the clock.",
 		Example: "  weir usage tenant acme --last 24h --step 1h",
 		Args:    oneArg("the tenant's name"),
 		RunE: func(cmd *cobra.Command, args []string) error {
@@ -150,9 +155,18 @@ func usageTenantCommand() *cobra.Command {
 				return err
 			}
 			return q.ask(cmd, func(s *clickhouse.Store, from, to time.Time) error {
+				if q.period.from == "" && step%time.Hour == 0 { // so that steps are hours of the clock, as corrections are
+					from = from.Truncate(time.Hour)
+				}
 				u, err := s.Tenant(cmd.Context(), args[0], from, to, step)
 				if err != nil {
 					return err
+				}
+				if err := sayCut(cmd, s, args[0], from, to); err != nil {
+					return err
+				}
+				if u.Apart {
+					text.Printf(cmd.ErrOrStderr(), "corrections are in the totals and not in the series, whose steps are not hours of the clock: --step 1h from a whole hour has them\n")
 				}
 				return q.out.write(cmd.OutOrStdout(), u, func(w io.Writer) {
 					fmt.Fprintln(w, "ROUTE\tRULE\tALLOWED\tREJECTED\tCOST")
@@ -167,7 +181,7 @@ func usageTenantCommand() *cobra.Command {
 			})
 		},
 	}
-	cmd.Flags().DurationVar(&step, "step", time.Minute, "length of a step of the series")
+	cmd.Flags().DurationVar(&step, "step", time.Minute, "length of a step of the series; with whole hours --last begins with one of the clock")
 	q.bind(cmd, time.Hour)
 	return cmd
 }
@@ -211,6 +225,19 @@ func usageCurveCommand() *cobra.Command {
 	cmd.Flags().DurationVar(&step, "step", 10*time.Second, "length of a step")
 	q.bind(cmd, 10*time.Minute)
 	return cmd
+}
+
+// onCorrections is what help says of them.
+const onCorrections = `A correction (see weir history correct) is of an hour, and counts in an answer that has all of it,
+up to now if it is the present one. How many are left out is said on standard error.`
+
+// sayCut tells of the corrections that an answer leaves out.
+func sayCut(cmd *cobra.Command, s *clickhouse.Store, tenant string, from, to time.Time) error {
+	n, err := s.CutCorrections(cmd.Context(), tenant, from, to)
+	if n > 0 {
+		text.Printf(cmd.ErrOrStderr(), "%d corrections are left out, for only a part of their hour is asked for: --from and --to of whole hours have them\n", n)
+	}
+	return err
 }
 
 // checkStep refuses a step that no answer could have.
