@@ -36,6 +36,8 @@ type Config struct {
 
 	Now   func() time.Time                     // this process's clock (time.Now)
 	After func(time.Duration) <-chan time.Time // and what waits by it (time.After)
+
+	Silent func() time.Duration // how long whoever asks the counter all the time has had no answer, 0 while it is well; nil: nobody does
 }
 
 func (c Config) withDefaults() Config {
@@ -94,6 +96,7 @@ const (
 	settleIn   = time.Second            // a key unheard of for longer is looked at
 	together   = 5 * time.Millisecond   // keys of which tokens are due within this are looked at together
 	hearIn     = 50 * time.Millisecond  // a push is in force at the gateway after this
+	silentFor  = time.Second            // a counter that is not well, and has answered nothing for so long, is away
 	retryPause = 100 * time.Millisecond // after a failed fold, before the batch may come again
 	liveHolds  = time.Second            // one reading of all live keys serves all snapshots of this time
 	chunk      = 1000                   // keys folded at once when nobody waits
@@ -115,6 +118,8 @@ type Aggregator struct {
 	left      map[string]departure // gateways that said that they stop, for as long as their last reports may come
 	keys      map[Key]*entry       // keys of which some gateway holds a share it would not guess
 	degraded  time.Time            // since when the counter does not answer; zero while it does
+	answer    time.Time            // when it last answered one of our calls
+	silent    bool                 // Config.Silent says that it is away, too
 	castLost  int                  // updates not sent since the last word about it
 	epoch     uint64               // of this centre; 0 before it has one
 	behind    bool                 // the last batch of reports was not folded
@@ -398,6 +403,9 @@ func (a *Aggregator) Take(ctx context.Context, asked []schemas.TakeRequest) ([]s
 	if err != nil { // it had milliseconds: whether the counter is away is for those to say who have patience
 		return nil, fmt.Errorf("take tokens of %d keys: %w", len(takes), err)
 	}
+	a.mu.Lock()
+	a.answer = a.cfg.Now()
+	a.mu.Unlock()
 	replies := make([]schemas.TakeReply, len(taken))
 	for i, t := range taken {
 		replies[i] = schemas.TakeReply{Allowed: t.OK, Remaining: max(t.LevelMicros, 0) / 1e6, RetryIn: t.Wait}
@@ -534,6 +542,7 @@ func (a *Aggregator) beat(ctx context.Context) {
 		case <-ctx.Done():
 			return
 		case <-a.cfg.After(a.cfg.Beat):
+			a.listen()
 			if !a.cfg.Now().Before(a.learned) {
 				a.speak(ctx)
 			}
@@ -544,6 +553,7 @@ func (a *Aggregator) beat(ctx context.Context) {
 // Step does what is due, and returns when something is due next. Run is a loop around it, for one goroutine; a simulation calls it
 // instead.
 func (a *Aggregator) Step(ctx context.Context) (next time.Time) {
+	a.listen()
 	if a.due(&a.keepaliveAt, a.cfg.Keepalive) {
 		a.expire()
 		if !a.cfg.Now().Before(a.learned) {
@@ -899,18 +909,47 @@ func (a *Aggregator) answered(ctx context.Context, err error) {
 	}
 	a.mu.Lock()
 	defer a.mu.Unlock()
+	if err == nil {
+		a.answer, a.silent = a.cfg.Now(), false
+	}
+	a.answers(err)
+}
+
+// answers is answered for what is known of the counter otherwise. mu is held.
+func (a *Aggregator) answers(err error) {
+	now := a.cfg.Now()
 	switch {
 	case err != nil && a.degraded.IsZero():
-		a.degraded = a.cfg.Now()
+		a.degraded = now
 		a.m.Degraded.Inc()
 		a.log.Error("the counter does not answer: shares stay as they are", "err", err)
 	case err == nil && !a.degraded.IsZero():
-		now := a.cfg.Now()
 		a.log.Info("the counter answers again", "after", now.Sub(a.degraded).Round(time.Millisecond))
 		a.degraded, a.believe = time.Time{}, now.Add(catchUp)
 		a.m.Degraded.Dec()
 	}
 	a.turned()
+}
+
+var errSilent = errors.New("nobody has an answer from it")
+
+// listen hears of a counter that nothing was asked of lately: where no key is in use the fleet must know, too, that it is away. One
+// that answered us within that time is only slow to those who ask how it is.
+func (a *Aggregator) listen() {
+	if a.cfg.Silent == nil {
+		return
+	}
+	silent := a.cfg.Silent() > silentFor
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	switch {
+	case silent && !a.silent && a.cfg.Now().Sub(a.answer) > silentFor:
+		a.silent = true
+		a.answers(errSilent)
+	case !silent && a.silent:
+		a.silent = false
+		a.answers(nil)
+	}
 }
 
 // divide casts the shares of states that differ from what gateways have.

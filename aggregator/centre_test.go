@@ -289,3 +289,58 @@ func TestSharesStandStillWhileReportsDoNotCome(t *testing.T) {
 		}
 	})
 }
+
+// TestAFleetWithoutTrafficHearsThatTheCounterIsAway: also where nothing asks the counter for tokens the fleet hears when it goes and
+// when it is back, from who asks how it is all the time. That this is late says nothing while the counter answers us.
+func TestAFleetWithoutTrafficHearsThatTheCounterIsAway(t *testing.T) {
+	var since atomic.Int64 // it is silent, in ns; 0 while it is not
+	silent := func() time.Duration {
+		if at := since.Load(); at > 0 {
+			return time.Since(time.Unix(0, at))
+		}
+		return 0
+	}
+	bubble(t, aggregator.Config{Learn: -1, Silent: silent}, func(w *world) {
+		defer w.run()()
+		defer w.alive("g1", "g2")()
+		time.Sleep(12 * time.Second)
+		turned := func(what string, lasts time.Duration, want bool, from, to time.Duration) {
+			t.Helper()
+			at := time.Now()
+			w.casts.take(true)
+			time.Sleep(lasts)
+			var first time.Duration
+			for _, c := range w.casts.take(true) {
+				if c.gateway == "g1" && c.Frozen == want && first == 0 {
+					first = max(c.at.Sub(at), 1)
+				}
+			}
+			if first == 0 || first < from || first > to {
+				t.Errorf("%s: the fleet hears so after %v, want from %v to %v", what, first, from, to)
+			}
+		}
+		since.Store(time.Now().UnixNano())
+		turned("away", 5*time.Second, true, time.Second, 1250*time.Millisecond)
+		if n := testutil.ToFloat64(w.m.Degraded); n != 1 {
+			t.Errorf("degraded %v while the counter is away", n)
+		}
+		if _, err := w.Take(context.Background(), []schemas.TakeRequest{{Rule: "contract", Key: "s", LimitRateNanos: limit100.RateNanos, LimitBurst: limit100.Burst, Cost: 1}}); err == nil {
+			t.Error("a token was given while the counter is away")
+		}
+		since.Store(0)
+		turned("back", 3*time.Second, false, time.Second, 1250*time.Millisecond) // after what was used meanwhile is counted
+		if n := testutil.ToFloat64(w.m.Degraded); n != 0 {
+			t.Errorf("degraded %v after the counter came back", n)
+		}
+		since.Store(time.Now().UnixNano()) // the one who asks is late, and folds are not
+		for range 20 {
+			w.handle(w.report("g1", w.tokens("g1", "acme", limit100, 1, 0)))
+			time.Sleep(200 * time.Millisecond)
+		}
+		for _, c := range w.casts.take(true) {
+			if c.Frozen {
+				t.Fatal("a counter that answers counts as away")
+			}
+		}
+	})
+}

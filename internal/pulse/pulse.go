@@ -22,8 +22,9 @@ type Pulse struct {
 	GiveUp  time.Duration // a question that has run for so long is asked anew (5s)
 	Healthy time.Duration // it has to answer for so long before it counts as well again (1s)
 
-	mu    sync.Mutex // guards what follows
-	since time.Time  // it was not well; zero while it is
+	mu       sync.Mutex // guards what follows
+	since    time.Time  // it was not well; zero while it is
+	answered time.Time  // when it answered last, in time or late
 }
 
 // Away is how long the server has not been well, 0 while it is. It may be called from any goroutine.
@@ -34,6 +35,16 @@ func (p *Pulse) Away() time.Duration {
 		return 0
 	}
 	return max(time.Since(p.since), 1)
+}
+
+// Silent is how long ago the server answered last, if it is not well, and 0 while it is. It may be called from any goroutine.
+func (p *Pulse) Silent() time.Duration {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.since.IsZero() {
+		return 0
+	}
+	return time.Since(p.answered)
 }
 
 // Run asks until ctx is done.
@@ -81,7 +92,13 @@ func (p *Pulse) ask(ctx context.Context, asked time.Time) error {
 		}
 	})
 	defer late.Stop()
-	return p.Ask(ctx)
+	err := p.Ask(ctx)
+	if err == nil {
+		p.mu.Lock()
+		p.answered = time.Now()
+		p.mu.Unlock()
+	}
+	return err
 }
 
 // set notes since when the server is not well, zero for one that is. It tells of each change once.

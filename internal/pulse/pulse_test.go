@@ -53,11 +53,20 @@ func TestPulse(t *testing.T) {
 			want("late", 1)
 			time.Sleep(7 * time.Second)
 			want("still late", 1)
+			if got := p.Silent(); got < 7800*time.Millisecond || got > 8250*time.Millisecond {
+				t.Errorf("silent for %s of a server that has hung for 8 s", got)
+			}
 			hangs.Store(false)
 			time.Sleep(900 * time.Millisecond)
 			want("answers, and not for long", 1)
+			if got := p.Silent(); got == 0 || got > 250*time.Millisecond {
+				t.Errorf("silent for %s of one that answers again", got)
+			}
 			time.Sleep(time.Second)
 			want("well again", 0)
+			if got := p.Silent(); got != 0 {
+				t.Errorf("silent for %s of one that is well", got)
+			}
 		}
 		refuses.Store(true)
 		time.Sleep(300 * time.Millisecond)

@@ -65,8 +65,9 @@ func NewAggregator(ctx context.Context, s Servers, nc *nats.Conn, m *Metrics, st
 	store.Metrics = m.store
 	stack.Defer("Redis client", counter.Close)
 	stack.Defer("ClickHouse client", store.Close)
+	redisPulse := &pulse.Pulse{Server: "Redis", Ask: counter.Ping, Raised: m.aggregator.Degraded}
 	for _, p := range []*pulse.Pulse{
-		{Server: "Redis", Ask: counter.Ping, Raised: m.aggregator.Degraded},
+		redisPulse,
 		{Server: "ClickHouse", Ask: store.Ping, Raised: m.store.Degraded},
 	} {
 		p.Log = log
@@ -88,7 +89,7 @@ func NewAggregator(ctx context.Context, s Servers, nc *nats.Conn, m *Metrics, st
 			return Reconcile(ctx, Books{NATS: nc, Counter: counter, Store: store}, from, to)
 		}),
 		account: newAccountant(store, js, m.overshoot, log)}
-	d := &divider{nc: nc, counter: counter, recorder: recorder, declare: declare, m: m, log: log}
+	d := &divider{nc: nc, counter: counter, silent: redisPulse.Silent, recorder: recorder, declare: declare, m: m, log: log}
 	a := &Aggregator{divider: d, history: h, leases: map[string]error{}}
 	lease := func(l natsx.Lease) natsx.Lease {
 		l.Owner, l.Log, l.Declare = rand.Text(), log, declare

@@ -39,6 +39,7 @@ const catchUp = 500 * time.Millisecond
 type divider struct {
 	nc       *nats.Conn
 	counter  aggregator.Counter
+	silent   func() time.Duration // of the counter, for aggregator.Config
 	recorder *clickhouse.Recorder
 	declare  func(context.Context) error
 	m        *Metrics
@@ -55,7 +56,7 @@ func (d *divider) keep(ctx context.Context, sure func() bool) error {
 		return err
 	}
 	hears := &pulse.Pulse{Server: "NATS", Ask: d.hears, Healthy: catchUp, Log: slog.New(slog.DiscardHandler)} // that of the process tells the operator
-	agg := aggregator.New(aggregator.Config{OnPush: recordPushes(d.recorder), Deaf: func() bool { return hears.Away() > 0 }}, d.counter, natscast.New(d.nc), d.log, d.m.aggregator)
+	agg := aggregator.New(aggregator.Config{OnPush: recordPushes(d.recorder), Silent: d.silent, Deaf: func() bool { return hears.Away() > 0 }}, d.counter, natscast.New(d.nc), d.log, d.m.aggregator)
 	defer agg.Close()
 	d.read(reports)
 	defer d.read(nil)
