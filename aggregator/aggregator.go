@@ -405,6 +405,11 @@ func (a *Aggregator) Take(ctx context.Context, asked []schemas.TakeRequest) ([]s
 	}
 	a.mu.Lock()
 	a.answer = a.cfg.Now()
+	for i := range taken {
+		if taken[i].OK {
+			a.weights.add(asked[i].Gateway, asked[i].Cost)
+		}
+	}
 	a.mu.Unlock()
 	replies := make([]schemas.TakeReply, len(taken))
 	for i, t := range taken {

@@ -49,16 +49,21 @@ type weights struct {
 	lag    int
 }
 
-// count notes what a gateway took.
+// count notes what a gateway took by itself.
 func (w *weights) count(r *schemas.Report) {
+	for i := range r.Tokens {
+		if t := &r.Tokens[i]; shared(t) {
+			w.add(r.Gateway, int64(t.Taken))
+		}
+	}
+}
+
+// add notes tokens that a gateway took, or, below 0, gave back.
+func (w *weights) add(gateway string, tokens int64) {
 	if w.lately == nil {
 		w.lately = make(map[string]float64)
 	}
-	for i := range r.Tokens {
-		if t := &r.Tokens[i]; shared(t) {
-			w.lately[r.Gateway] += float64(t.Taken)
-		}
-	}
+	w.lately[gateway] += float64(tokens)
 }
 
 // step weighs the fleet, which is in order, when it is time to or another one than before. It is called once a keepalive.

@@ -19,6 +19,9 @@ const (
 	Local    = "local"    // no rule is shared with other gateways
 )
 
+// lapsed is between Synced and Isolated, and no mode: shares hold, but no grants come, and the centre cannot be asked.
+const lapsed = "lapsed"
+
 // Mode returns the enforcer's rung.
 func (e *Enforcer) Mode() string {
 	v := e.view.Load()
@@ -27,6 +30,9 @@ func (e *Enforcer) Mode() string {
 	}
 	now := e.cfg.Clock()
 	mode := e.rung(now)
+	if mode == lapsed {
+		mode = Synced
+	}
 	if heard := e.heard.Load(); mode == Synced && uint64(now)-uint64(heard) > uint64(e.cfg.StaleAfter) && now > heard {
 		return Stale
 	}
@@ -36,12 +42,14 @@ func (e *Enforcer) Mode() string {
 // Alone says whether a gateway in mode needs the centre and does not hear it.
 func Alone(mode string) bool { return mode == Stale || mode == Isolated || mode == Floor }
 
-// rung is Isolated, Floor, or Synced for both rungs above.
+// rung is Isolated, Floor, or for both rungs above Synced or lapsed.
 func (e *Enforcer) rung(now int64) string {
 	until := e.freshUntil.Load()
 	switch {
-	case now <= until:
+	case now <= until && now <= e.grantsUntil.Load():
 		return Synced
+	case now <= until:
+		return lapsed
 	case until == math.MinInt64 && e.cfg.Weight <= 0, now-max(until, e.began) > int64(e.cfg.FloorAfter):
 		return Floor
 	}
@@ -61,9 +69,17 @@ func (e *Enforcer) descend(now int64) {
 	e.change(e.view.Load().policy, now)
 }
 
+// behind says whether v is not what is to be in force. e.mu is held.
+func (e *Enforcer) behind(v *view, now int64) bool {
+	rung := e.rung(now)
+	num, den := e.part(rung)
+	return v.fleet != e.fleet || v.rung != rung || v.num != num || v.den != den
+}
+
 // part is the part of a limit that a key without a share has here, on a rung: an even part of the fleet while the centre is there,
 // which reckons with it; the weight without it; on the floor the less of the two, so that the parts of a fleet add up to no more
-// than the limit on whichever rung each gateway is.
+// than the limit on whichever rung each gateway is. When grants have lapsed it is that of limits that lapse with them, and of those
+// every key has it, whatever its share was: so their parts add up, too.
 func (e *Enforcer) part(rung string) (num, den uint64) {
 	fleet, weight := uint64(e.fleet), uint64(e.weight)
 	if rung == Synced || weight == 0 || rung == Floor && schemas.WholeWeight < weight*fleet {
@@ -91,7 +107,7 @@ func (e *Enforcer) Apply(u Update) {
 	ttl = min(ttl, time.Duration(math.MaxInt64-max(now, 0)))
 	e.freshUntil.Store(now + int64(ttl))
 	if u.Frozen {
-		e.grantsUntil.Store(min(e.grantsUntil.Load(), now))
+		e.grantsUntil.Store(min(e.grantsUntil.Load(), now-1))
 	} else {
 		e.heard.Store(now)
 		e.storeUntil.Store(now + int64(ttl))
@@ -107,7 +123,7 @@ func (e *Enforcer) Apply(u Update) {
 	if v == nil {
 		return
 	}
-	if v.fleet != e.fleet || v.rung != Synced {
+	if e.behind(v, now) {
 		e.change(v.policy, now)
 		v = e.view.Load()
 	}
@@ -154,10 +170,10 @@ func (c *share) take(s *schemas.Share) int64 {
 	return int64(min(n, bucket.MaxBurst))
 }
 
-// until returns the instant until which a share holds. One without a rate lives by grants, and they last less than a second: it
-// does not wait as long for more.
-func (e *Enforcer) until(c *share) int64 {
-	if c.given.Rate.Num == 0 {
+// until returns the instant until which a share of ent's limit holds. One without a rate lives by grants, and they last less than a
+// second: it does not wait as long for more, nor does any other of a limit that is kept so.
+func (e *Enforcer) until(c *share, ent *entry) int64 {
+	if c.given.Rate.Num == 0 || ent.lapses {
 		return min(e.freshUntil.Load(), e.grantsUntil.Load())
 	}
 	return e.freshUntil.Load()

@@ -172,6 +172,62 @@ func TestAFleetAloneKeepsTheLimit(t *testing.T) {
 	})
 }
 
+// TestAFleetWithoutGrantsKeepsTheLimit: gateways with any weights that add up to the whole, and any shares of a limit that is kept by
+// grants, some of which were told that none come and others heard nothing, admit no more than the limit together.
+func TestAFleetWithoutGrantsKeepsTheLimit(t *testing.T) {
+	keyed(t, func(t *testing.T, d []limits.Dimension, key string) {
+		rapid.Check(t, func(rt *rapid.T) {
+			tokens, burst := rapid.Int64Range(1, 1000).Draw(rt, "tokens"), rapid.Int64Range(1, 1000).Draw(rt, "burst")
+			consistency := rapid.SampledFrom([]limits.Consistency{limits.Lease, limits.Strict}).Draw(rt, "consistency")
+			n := rapid.IntRange(1, 12).Draw(rt, "gateways")
+			if rapid.Bool().Draw(rt, "tiny") {
+				burst, consistency = min(burst, 2*int64(n)-1), limits.Shared
+			}
+			left, small := 1_000_000, int64(0)
+			var fleet []*enforcer.Enforcer
+			var clocks []*clock
+			var frozen []bool
+			for range n {
+				weight := rapid.IntRange(0, left).Draw(rt, "weight")
+				left -= weight
+				weight = max(weight, 1) // 0 would be an even part
+				if burst*int64(weight) < 1_000_000 || burst < int64(n) {
+					small++
+				}
+				e, c := build(enforcer.Config{}, policy(limits.Rule{Name: "c", Layer: limits.LayerContract, Key: d, Consistency: consistency, Fixed: per(t, uint64(tokens), 1, time.Second, burst)}))
+				u := enforcer.Update{Gateways: n, Weight: weight, TTL: 40 * time.Second}
+				share := schemas.Share{Rule: "c", Key: key, Version: 1, LimitRateNanos: tokens * nano, LimitBurst: burst}
+				switch rapid.IntRange(0, 2).Draw(rt, "share") {
+				case 0:
+					share.Burst = burst / int64(n)
+					u.Shares = []schemas.Share{share}
+				case 1:
+					share.RateNanos, share.Burst = tokens*nano/int64(n), max(burst/int64(n), 1)
+					u.Shares = []schemas.Share{share}
+				}
+				e.Apply(u)
+				fleet, clocks, frozen = append(fleet, e), append(clocks, c), append(frozen, rapid.Bool().Draw(rt, "frozen"))
+			}
+			admitted := 0
+			for now := int64(0); now <= 21*sec; now += sec / 4 {
+				for i, e := range fleet {
+					clocks[i].Store(now)
+					if frozen[i] {
+						e.Apply(enforcer.Update{TTL: 40 * time.Second, Frozen: true})
+					}
+					collect(e, now, false)
+					if now >= 11*sec { // what was heard lapses after ten
+						admitted += ask(e, now, enforcer.Request{Tenant: "a", Cost: 1}, rapid.IntRange(0, 300).Draw(rt, "asked"))
+					}
+				}
+			}
+			if most := tokens*10 + 1 + burst + small; int64(admitted) > most {
+				rt.Fatalf("%d admitted in ten seconds, want at most %d", admitted, most)
+			}
+		})
+	})
+}
+
 // TestAGatewayRemembersItsWeight: one that starts while the centre is away has what an earlier life was told.
 func TestAGatewayRemembersItsWeight(t *testing.T) {
 	keyed(t, func(t *testing.T, d []limits.Dimension, key string) {
@@ -289,4 +345,68 @@ func TestHotIsWhatIsRefusedNearlyEmptyOrWantsAShare(t *testing.T) {
 	if !signalled(e) {
 		t.Error("no signal from a key without a share that has spent half")
 	}
+}
+
+// TestWithoutGrantsAKeyHasTheLastKnownWeight: what lives by grants, or by asking the centre, has this gateway's weight of its limit as soon
+// as the centre says that it is without its store, or says nothing for so long that grants lapse; whatever share it had. Other limits
+// stay as they are.
+func TestWithoutGrantsAKeyHasTheLastKnownWeight(t *testing.T) {
+	keyed(t, func(t *testing.T, d []limits.Dimension, key string) {
+		for _, c := range []struct {
+			consistency limits.Consistency
+			tokens      int64 // of the limit, a second; also its burst
+			want        int   // a second, of three fifths where it lapses, else of a third
+		}{{limits.Lease, 90, 54}, {limits.Strict, 90, 54}, {limits.Shared, 90, 30}, {limits.Shared, 5, 3}} {
+			for what, given := range map[string]*schemas.Share{"no share": nil, "grants": {Burst: c.tokens}, "the even share": {RateNanos: c.tokens * nano / 3, Burst: max(c.tokens/3, 1)}} {
+				if given != nil && given.RateNanos == 0 && c.want == 30 {
+					continue // nobody keeps that limit by grants
+				}
+				for _, frozen := range []bool{true, false} {
+					e, clock := build(enforcer.Config{Fleet: 3, StaleAfter: 750 * time.Millisecond},
+						policy(limits.Rule{Name: "c", Layer: limits.LayerContract, Key: d, Consistency: c.consistency, Fixed: per(t, uint64(c.tokens), 1, time.Second, c.tokens)}))
+					q := enforcer.Request{Tenant: "a", Cost: 1}
+					u := enforcer.Update{Gateways: 3, Weight: 600_000, TTL: 3 * time.Second}
+					if given != nil {
+						share := *given
+						share.Rule, share.Key, share.Version, share.LimitRateNanos, share.LimitBurst = "c", key, 5, c.tokens*nano, c.tokens
+						u.Shares = []schemas.Share{share}
+					}
+					e.Apply(u)
+					ask(e, 0, q, 100)
+					u.Shares, u.Frozen = nil, true
+					until := sec - sec/10
+					if frozen {
+						until = 2 * sec
+					}
+					for now := int64(0); now <= until; now += sec / 10 {
+						clock.Store(now)
+						if frozen {
+							e.Apply(u)
+						}
+						collect(e, now, false)
+					}
+					ask(e, until, q, 100)
+					if got := ask(e, until+sec, q, 100); got != c.want || e.Mode() != enforcer.Stale {
+						t.Errorf("%s of %d, %s, frozen %v: %d allowed in mode %s, want %d in stale", c.consistency, c.tokens, what, frozen, got, e.Mode(), c.want)
+					}
+					u.Weight = 400_000
+					clock.Store(until + sec)
+					e.Apply(u) // another weight, and still without its store
+					if got, want := ask(e, until+2*sec, q, 100), map[int]int{54: 36, 30: 30, 3: 2}[c.want]; got != want {
+						t.Errorf("%s of %d, %s, frozen %v: with another weight %d allowed, want %d", c.consistency, c.tokens, what, frozen, got, want)
+					}
+					u.Frozen = false
+					clock.Store(until + 2*sec)
+					e.Apply(u)
+					want := 0
+					if given == nil || given.RateNanos > 0 {
+						want = int(c.tokens) * 2 / 9 // a third, for two thirds of a second
+					}
+					if got := ask(e, until+2*sec+2*sec/3+1, q, 100); got != want {
+						t.Errorf("%s of %d, %s, frozen %v: with the store again %d allowed, want %d", c.consistency, c.tokens, what, frozen, got, want)
+					}
+				}
+			}
+		}
+	})
 }

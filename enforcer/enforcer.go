@@ -185,7 +185,7 @@ func (e *Enforcer) change(p *limits.Policy, now int64) {
 	v := e.compile(p, prev, now)
 	for _, r := range v.byID {
 		if r != nil && r.pool != nil {
-			r.pool.restate(v.entry(v.entryFor(r, "")), now)
+			r.pool.restate(e, v.entry(v.entryFor(r, "")), now)
 		}
 	}
 	e.view.Store(v)

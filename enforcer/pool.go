@@ -155,7 +155,7 @@ func (p *pool) takeFromBucket(e *Enforcer, now, n int64, at int) bucket.Decision
 // refill brings the bucket to now, and its limit up to date with the centre's silence. mu is held.
 func (p *pool) refill(e *Enforcer, now int64) {
 	if p.shared {
-		if until := e.until(&p.share); (now > until) != p.share.isolated {
+		if until := e.until(&p.share, p.entry); (now > until) != p.share.isolated {
 			isolated := now > until
 			p.share.isolated = isolated
 			at := now
@@ -265,10 +265,11 @@ func (p *pool) become(next bucket.Limit, now int64) {
 }
 
 // restate tells the pool the stated limit of the policy that comes into force.
-func (p *pool) restate(ent *entry, now int64) {
+func (p *pool) restate(e *Enforcer, ent *entry, now int64) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.share.dropped = p.share.dropped || p.entry.whole != ent.whole
 	p.entry = ent
+	p.share.isolated = now > e.until(&p.share, ent)
 	p.become(p.target(), now)
 }

@@ -16,6 +16,8 @@ type entry struct {
 	limit bucket.Limit
 	whole bucket.Limit
 	local bool // the gateway has the whole limit to itself
+
+	lapses bool // it is kept by grants, or by asking the centre: without those each gateway has its weight of it
 }
 
 // rule is a limits.Rule made ready for Check, which mostly reads what stands first.
@@ -32,6 +34,7 @@ type rule struct {
 	onLoss  limits.StoreLoss
 	strict  bool // the centre is asked
 	local   bool
+	lapses  bool // every limit of it does: see entry
 
 	consistency string // empty for shared
 
@@ -74,8 +77,8 @@ func (r *rule) applies(route string) bool {
 type view struct {
 	policy  *limits.Policy
 	fleet   int
-	rung    string // Synced, Isolated or Floor
-	num     uint64 // of den: the part of a limit that a key without a share has
+	rung    string // Synced, lapsed, Isolated or Floor
+	num     uint64 // of den: the part of a limit that a key without a share has; lapsed, only of those that lapse
 	den     uint64
 	gen     uint32  // modulo 1<<12
 	since   int64   // when it came into force
@@ -96,8 +99,8 @@ type view struct {
 }
 
 type entryKey struct {
-	whole bucket.Limit
-	local bool
+	whole         bucket.Limit
+	local, lapses bool
 }
 
 // identity is what makes a rule the same rule in the next policy: tokens stay with it.
@@ -138,7 +141,7 @@ func (e *Enforcer) compile(p *limits.Policy, prev *view, now int64) *view {
 		}
 		r := &rule{
 			src: src, layer: src.Layer.String(), id: id, place: uint64(len(v.rules)), dims: src.Key, routes: src.Routes,
-			local: src.Consistency == limits.Local, alone: []string{src.Name},
+			local: src.Consistency == limits.Local, lapses: src.Consistency == limits.Lease || src.Consistency == limits.Strict, alone: []string{src.Name},
 			seed: hashString(e.seed, name), seed2: hashString(e.seed2, name), current: noLimit,
 		}
 		r.eager = !r.local && v.fleet > 1
@@ -154,7 +157,7 @@ func (e *Enforcer) compile(p *limits.Policy, prev *view, now int64) *view {
 			r.plain, r.field = true, fieldOf[r.dims[0].Kind]
 		}
 		if !src.ByPlan {
-			r.fixed = v.intern(src.Fixed, r.local)
+			r.fixed = v.intern(src.Fixed, r)
 			r.current = v.gen<<genShift | r.fixed
 		}
 		if !src.ByPlan || len(r.dims) == 0 {
@@ -183,10 +186,11 @@ func (e *Enforcer) compile(p *limits.Policy, prev *view, now int64) *view {
 	return v
 }
 
-func (v *view) intern(whole bucket.Limit, local bool) uint32 {
+// intern returns the index of the entry for a limit of r. One that is too small to be cut into shares is kept by grants, too.
+func (v *view) intern(whole bucket.Limit, r *rule) uint32 {
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	k := entryKey{whole, local}
+	k := entryKey{whole, r.local, r.lapses || !r.local && whole.Burst < 2*int64(v.fleet)}
 	if i, ok := v.index[k]; ok {
 		return i
 	}
@@ -194,8 +198,12 @@ func (v *view) intern(whole bucket.Limit, local bool) uint32 {
 	if len(list) == entryLimit {
 		return 0 // 524,287 different limits in one policy: the ones beyond are denied
 	}
-	ent := entry{limit: whole, whole: whole, local: local}
-	if !local {
+	ent := entry{limit: whole, whole: whole, local: k.local, lapses: k.lapses}
+	switch {
+	case k.local:
+	case v.rung == lapsed && !k.lapses:
+		ent.limit = whole.Part(1, uint64(v.fleet))
+	default:
 		ent.limit = whole.Part(v.num, v.den)
 	}
 	i := uint32(len(list))
@@ -209,7 +217,7 @@ func (v *view) intern(whole bucket.Limit, local bool) uint32 {
 func (v *view) entryFor(r *rule, tenant string) uint32 {
 	if r.src.ByPlan {
 		whole, _ := r.src.Limit(v.policy, tenant)
-		return v.intern(whole, r.local)
+		return v.intern(whole, r)
 	}
 	return r.fixed
 }
@@ -246,7 +254,7 @@ func (e *Enforcer) changed(v *view, sh *shard, s *slot, r *rule, tenant string, 
 		was := v.entryOf(s.lim)
 		if was == nil && newest != v {
 			if ent := newest.entryOf(s.lim); ent != nil {
-				return &ent.limit, v.intern(ent.whole, ent.local)
+				return &ent.limit, v.intern(ent.whole, r)
 			}
 		}
 		idx := v.entryFor(r, tenant)
@@ -256,32 +264,31 @@ func (e *Enforcer) changed(v *view, sh *shard, s *slot, r *rule, tenant string, 
 		return lim, idx
 	}
 	c := sh.share(s.lim)
-	if r = newest.byID[r.id]; r != nil && (c.gen != newest.gen || c.isolated != (now > e.until(c))) {
-		e.settle(newest, s, c, r, tenant, now)
+	if n := newest.byID[r.id]; n != nil && (c.gen != newest.gen || c.isolated != (now > e.until(c, c.entry))) {
+		e.settle(newest, s, c, n, tenant, now)
 	}
 	if c.gen != v.gen {
-		return &c.now, v.intern(c.entry.whole, c.entry.local)
+		return &c.now, v.intern(c.entry.whole, r)
 	}
 	return &c.now, c.idx
 }
 
 // settle brings a slot that has a share to the limit that the view and the centre's silence ask for.
 func (e *Enforcer) settle(v *view, s *slot, c *share, r *rule, tenant string, now int64) {
-	at, until := now, e.until(c)
-	isolated := now > until
-	if isolated {
-		at = until
-	}
-	if c.gen != v.gen {
+	at, behind := now, c.gen != v.gen
+	if behind {
 		idx := v.entryFor(r, tenant)
 		ent := v.entry(idx)
 		c.dropped = c.dropped || c.entry.whole != ent.whole
 		c.entry, c.idx, c.gen = ent, idx, v.gen
 		at = min(now, v.since)
 	}
-	c.isolated = isolated
+	until := e.until(c, c.entry)
+	if c.isolated = now > until; c.isolated && !behind {
+		at = until
+	}
 	next := c.given
-	if isolated || c.dropped || c.entry.local {
+	if c.isolated || c.dropped || c.entry.local {
 		next = c.entry.limit
 	}
 	if next != c.now {

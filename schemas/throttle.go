@@ -65,6 +65,8 @@ type TakeRequest struct {
 	LimitRateNanos int64
 	LimitBurst     int64
 	Cost           int64 // tokens, not 0: below, tokens are given back
+
+	Gateway string // that asks; it is in the subject, and not on the wire
 }
 
 // TakeReply answers a TakeRequest.

@@ -191,7 +191,7 @@ func (s *Server) takes(ctx context.Context, asked <-chan *nats.Msg) {
 		add := func(msg *nats.Msg) {
 			q, err := schemas.DecodeTakeRequest(msg.Data)
 			if err == nil {
-				_, err = schemas.Gateway(schemas.StrictPrefix, msg.Subject)
+				q.Gateway, err = schemas.Gateway(schemas.StrictPrefix, msg.Subject)
 			}
 			if err != nil {
 				s.bad("malformed", err)

@@ -44,7 +44,7 @@ func (c *centre) Heartbeat(h *schemas.Heartbeat, _ time.Time) { c.beats <- *h }
 func (c *centre) Take(_ context.Context, asked []schemas.TakeRequest) ([]schemas.TakeReply, error) {
 	replies := make([]schemas.TakeReply, len(asked))
 	for i, q := range asked {
-		replies[i] = schemas.TakeReply{Allowed: q.Cost < 5, Remaining: q.LimitBurst - q.Cost, RetryIn: time.Duration(q.Cost)}
+		replies[i] = schemas.TakeReply{Allowed: q.Cost < 5 && q.Gateway == "g1", Remaining: q.LimitBurst - q.Cost, RetryIn: time.Duration(q.Cost)}
 	}
 	return replies, nil
 }

@@ -46,6 +46,41 @@ func TestAFleetAloneAdmitsWhatItDid(t *testing.T) {
 	}
 }
 
+// TestAFleetWithoutRedisAdmitsWhatItDid: a fleet of which one gateway has two thirds of the load loses Redis for eight seconds. What
+// lives by grants, or asks about each request, goes on with about what it had, and no more than the limit.
+func TestAFleetWithoutRedisAdmitsWhatItDid(t *testing.T) {
+	for _, mode := range []limits.Consistency{limits.Lease, limits.Strict} {
+		for _, c := range []struct{ demand, least float64 }{{0.76, 0.9}, {1.5, 0.9}} { // in parts of the limit, of what could be admitted
+			sc := skewed("without-redis", "", 4, c.demand)
+			sc.most, sc.keys, sc.tokens, sc.per, sc.burst, sc.seconds = 4, 1, 100, 1e9, 100, 60
+			sc.fill = func(sc *scenario, g *generator) {
+				for i, part := range []float64{50. / 76, 15. / 76, 8. / 76, 3. / 76} {
+					g.flow(i, 0, part*c.demand*sc.perSecond(), 0, 60)
+				}
+			}
+			sc.happenings = []happening{{40 * s, redisDown, 0}, {48 * s, redisUp, 0}}
+			w, perfect := runOn(sc, 1, newWeir(mode))
+			count := func(admitted []bool, from, to int64) (n float64) {
+				for i := range w.arrivals {
+					if at := w.arrivals[i].at; admitted[i] && at >= from*s && at < to*s {
+						n++
+					}
+				}
+				return n
+			}
+			without := count(w.admitted, 42, 48) / count(perfect, 42, 48)
+			after := count(w.admitted, 52, 60) / count(perfect, 52, 60)
+			t.Logf("%v, %.2f × the limit: %.3f of it without Redis, %.3f with it again", mode, c.demand, without, after)
+			if without < c.least || without > 1.04 {
+				t.Errorf("%v, %.2f × the limit: without Redis the fleet admitted %.3f of what it could, want %.2f or more", mode, c.demand, without, c.least)
+			}
+			if after < 0.97 || after > 1.03 {
+				t.Errorf("%v, %.2f × the limit: with Redis again %.3f, want 1", mode, c.demand, after)
+			}
+		}
+	}
+}
+
 func TestOutage(t *testing.T) {
 	var arrivals []arrival
 	var admitted, perfect []bool

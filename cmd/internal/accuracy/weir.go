@@ -144,7 +144,7 @@ func (g *gateway) settle(e *enforcer.Enforcer, i int, q *enforcer.Request, d enf
 		w.answer(i, e.Settle(context.Background(), g.clock(), q, d, func(context.Context, schemas.TakeRequest) (schemas.TakeReply, error) { return r, err }).Allowed)
 	}
 	l := w.sc.limit()
-	ask := schemas.TakeRequest{Rule: "contract", Key: q.Tenant, LimitRateNanos: l.Rate.Nano(), LimitBurst: l.Burst, Cost: q.Cost}
+	ask := schemas.TakeRequest{Rule: "contract", Key: q.Tenant, LimitRateNanos: l.Rate.Nano(), LimitBurst: l.Burst, Cost: q.Cost, Gateway: g.name}
 	g.toCentre.send(0, func() {
 		c := g.f.centre
 		if c == nil {
