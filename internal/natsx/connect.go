@@ -127,8 +127,8 @@ func mute(address string) bool {
 	}
 	conn, err := net.DialTimeout("tcp", host, probeTimeout)
 	if err != nil {
-		e, ok := err.(net.Error)
-		return ok && e.Timeout()
+		var e net.Error
+		return errors.As(err, &e) && e.Timeout()
 	}
 	defer func() { _ = conn.Close() }()
 	_ = conn.SetReadDeadline(time.Now().Add(probeTimeout))
