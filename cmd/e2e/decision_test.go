@@ -41,7 +41,8 @@ const (
 // of a real gateway in this process, from a request to the answer with its headers, counted in its spool, and no network. Short
 // measurements of both take turns, so that whatever else this machine does is in both. p99 is that of all decisions, against that of
 // all decisions with all up; "usual" compares the medians of the p99 of 20 ms each, which a moment in which this process did not run is
-// no part of. It fails when that is more than twice as much with a part away, never because it was slow.
+// no part of. It fails when that is more than twice as much with a part away, never because it was slow; and not after a single round, in
+// which other work on the machine may have begun halfway.
 //
 //	go test -run '^$' -bench Decision -benchtime 10x -timeout 60m ./cmd/e2e
 func BenchmarkDecision(b *testing.B) {
@@ -106,7 +107,7 @@ func BenchmarkDecision(b *testing.B) {
 		ratio, usual := float64(a99)/float64(up99), float64(percentile(a.p99, 50))/float64(percentile(up.p99, 50))
 		fmt.Printf("%-10s %-5s %8.2fµs %8.2fµs %7.2f %7.2f\n", c.part, c.way, us(a.percentile(50)), us(a99), ratio, usual)
 		b.ReportMetric(ratio, c.part+"-"+c.way+"-p99/up")
-		if usual > 2 {
+		if usual > 2 && b.N > 1 {
 			b.Errorf("%s is %s: the p99 of a decision is %.1f times that with all up", c.part, c.way, usual)
 		}
 	}
