@@ -40,12 +40,7 @@ rules:
   - {name: leased, layer: contract, key: [tenant], routes: [lease], rate: %[1]d/s, burst: %[2]d, consistency: lease}
   - {name: shared, layer: contract, key: [tenant], routes: [shared], rate: %[1]d/s, burst: %[2]d}
 `, rate, burst))
-	aggregator := func() *process { // without a history, which is not what this is about
-		return start(t, `"lease":"centre"`, nil, "aggregator", "--metrics-addr", "127.0.0.1:0", "--nats", nats.URL(), "--redis", redis.URL(),
-			"--clickhouse", "http://127.0.0.1:1/weir", "--data", t.TempDir())
-	}
-	active := aggregator()
-	standby := aggregator()
+	active, standby := centre(t, nats.URL(), redis.URL()), centre(t, nats.URL(), redis.URL())
 	var addrs []string
 	for i := range gateways {
 		p := start(t, `"msg":"throttling with the centre"`, nil, "gateway", "--name", fmt.Sprintf("g%d", i), "--fleet", fmt.Sprint(gateways), "--nats", nats.URL(), "--policy", policy,
@@ -85,18 +80,10 @@ rules:
 			}
 		})
 	}
-	takes := func(p *process) func() bool { // the lease, from now on
-		from := len(p.lines())
-		return func() bool {
-			return slices.ContainsFunc(p.lines()[from:], func(line string) bool {
-				return strings.Contains(line, "lease taken") && strings.Contains(line, `"lease":"centre"`)
-			})
-		}
-	}
 	began := time.Now()
 	time.Sleep(4 * time.Second)
 	for round := range 4 {
-		taken := takes(standby)
+		taken := takesOver(standby)
 		at := time.Now()
 		if frozen := round%2 == 0; frozen {
 			active.signal(syscall.SIGSTOP)
@@ -108,7 +95,7 @@ rules:
 			active.stop(syscall.SIGKILL)
 			eventually(t, "the other takes over", taken)
 			active = standby
-			standby = aggregator()
+			standby = centre(t, nats.URL(), redis.URL())
 		}
 		heavy.Store(true)
 		t.Logf("round %d: taken over after %s", round, time.Since(at).Round(100*time.Millisecond))
@@ -135,6 +122,22 @@ rules:
 	}
 }
 
+// centre is an aggregator without a history, once it has the lease of the centre or stands by.
+func centre(t *testing.T, nats, redis string) *process {
+	return start(t, `"lease":"centre"`, nil, "aggregator", "--metrics-addr", "127.0.0.1:0", "--nats", nats, "--redis", redis,
+		"--clickhouse", "http://127.0.0.1:1/weir", "--data", t.TempDir())
+}
+
+// takesOver says whether p has taken the lease of the centre from now on.
+func takesOver(p *process) func() bool {
+	from := len(p.lines())
+	return func() bool {
+		return slices.ContainsFunc(p.lines()[from:], func(line string) bool {
+			return strings.Contains(line, "lease taken") && strings.Contains(line, `"lease":"centre"`)
+		})
+	}
+}
+
 // TestAFrozenCentreTakesNothing freezes the aggregator that answers strict requests. Once the other one has taken over, that one answers
 // them all; when the first one wakes up it takes no tokens for what was asked meanwhile.
 func TestAFrozenCentreTakesNothing(t *testing.T) {
@@ -148,11 +151,7 @@ rules:
   - {name: guard, layer: guard, key: [], rate: 13000/s, burst: 26000}
   - {name: contract, layer: contract, key: [tenant], rate: 1/s, burst: 100000, consistency: strict}
 `)
-	centre := func() *process {
-		return start(t, `"lease":"centre"`, nil, "aggregator", "--metrics-addr", "127.0.0.1:0", "--nats", nats.URL(), "--redis", redis.URL(),
-			"--clickhouse", "http://127.0.0.1:1/weir", "--data", t.TempDir())
-	}
-	active, standby := centre(), centre()
+	active, standby := centre(t, nats.URL(), redis.URL()), centre(t, nats.URL(), redis.URL())
 	gateway := start(t, `"msg":"throttling with the centre"`, nil, "gateway", "--name", "g", "--nats", nats.URL(), "--policy", policy,
 		"--upstream", up.URL, "--gateway-addr", "127.0.0.1:0", "--check-addr", "127.0.0.1:0", "--metrics-addr", "127.0.0.1:0", "--data", t.TempDir())
 	url := "http://" + listener(t, gateway) + "/"

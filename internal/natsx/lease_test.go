@@ -21,7 +21,7 @@ func leaseKV(t *testing.T) (jetstream.KeyValue, string) {
 	return kvOf(t, url), url
 }
 
-func kvOf(t *testing.T, url string) jetstream.KeyValue {
+func jsOf(t *testing.T, url string) jetstream.JetStream {
 	t.Helper()
 	nc, err := nats.Connect(url)
 	if err != nil {
@@ -32,7 +32,14 @@ func kvOf(t *testing.T, url string) jetstream.KeyValue {
 	if err != nil {
 		t.Fatal(err)
 	}
-	kv, err := js.CreateOrUpdateKeyValue(t.Context(), jetstream.KeyValueConfig{Bucket: "leases"})
+	return js
+}
+
+var leases = jetstream.KeyValueConfig{Bucket: "leases"}
+
+func kvOf(t *testing.T, url string) jetstream.KeyValue {
+	t.Helper()
+	kv, err := jsOf(t, url).CreateOrUpdateKeyValue(t.Context(), leases)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -178,25 +185,11 @@ func TestALostLeaseEndsTheWork(t *testing.T) {
 
 // TestALeaseWhoseBucketIsLostIsMadeAnew: a server that has lost its store, or whose bucket was deleted, keeps nobody from going on.
 func TestALeaseWhoseBucketIsLostIsMadeAnew(t *testing.T) {
-	nc, err := nats.Connect(embeddedtest.NATS(t).URL())
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(nc.Close)
-	js, err := jetstream.New(nc)
-	if err != nil {
-		t.Fatal(err)
-	}
+	kv, url := leaseKV(t)
+	js := jsOf(t, url)
 	declare := func(ctx context.Context) error {
-		_, err := js.CreateOrUpdateKeyValue(ctx, jetstream.KeyValueConfig{Bucket: "leases"})
+		_, err := js.CreateOrUpdateKeyValue(ctx, leases)
 		return err
-	}
-	if err := declare(t.Context()); err != nil {
-		t.Fatal(err)
-	}
-	kv, err := js.KeyValue(t.Context(), "leases")
-	if err != nil {
-		t.Fatal(err)
 	}
 	var told []bool
 	l := natsx.Lease{KV: kv, Key: "leader", Owner: "us", Every: 20 * time.Millisecond, Log: embeddedtest.Log(t), Declare: declare,
@@ -204,11 +197,11 @@ func TestALeaseWhoseBucketIsLostIsMadeAnew(t *testing.T) {
 	ctx, stop := context.WithTimeout(t.Context(), time.Minute)
 	defer stop()
 	done, turns := errors.New("done"), 0
-	err = l.Hold(ctx, func(held context.Context, _ func() bool) error {
+	err := l.Hold(ctx, func(held context.Context, _ func() bool) error {
 		if turns++; turns == 2 {
 			return done
 		}
-		if err := js.DeleteKeyValue(ctx, "leases"); err != nil {
+		if err := js.DeleteKeyValue(ctx, leases.Bucket); err != nil {
 			t.Error(err)
 		}
 		<-held.Done()

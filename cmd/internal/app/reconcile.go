@@ -262,11 +262,12 @@ func (b Books) outside(ctx context.Context, from, to time.Time) (*outside, error
 		case !ok:
 		case !u.vague && has.Same(id.Contents):
 			delete(o.reports, id)
-		case u.vague:
-			u.detail += "; one of this name is stored"
-			o.reports[id] = u
 		default:
-			u.detail += "; another one of this name is stored"
+			which := "another one"
+			if u.vague {
+				which = "one"
+			}
+			u.detail += "; " + which + " of this name is stored"
 			o.reports[id] = u
 		}
 	}
