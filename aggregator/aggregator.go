@@ -286,14 +286,13 @@ func (e *entry) part(gateway string, even Limit, now int64) *held {
 
 // byGrants says whether the key is kept by grants alone: its tokens are too few for rates and bursts, or are not to be given twice.
 func (e *entry) byGrants(l Limit, gateways int) bool {
-	return e.consistency == "lease" || tooFew(l, gateways)
+	return e.consistency == "lease" || schemas.TooFew(l.Burst, gateways)
 }
 
 // byOffers says whether the key's tokens are so few and seldom that they are offered.
-func byOffers(l Limit, gateways int) bool { return gateways > 1 && tooFew(l, gateways) && l.slow() }
-
-// tooFew says whether a limit is too small to be cut into rates and bursts. The last one to ask may hold a token of it for long.
-func tooFew(l Limit, gateways int) bool { return l.Burst < 2*int64(gateways) }
+func byOffers(l Limit, gateways int) bool {
+	return gateways > 1 && schemas.TooFew(l.Burst, gateways) && l.slow()
+}
 
 // New returns an aggregator that counts in counter and speaks through caster. m may be nil. It starts nothing.
 func New(cfg Config, counter Counter, caster Caster, log *slog.Logger, m *Metrics) *Aggregator {
@@ -828,7 +827,7 @@ func (a *Aggregator) outstanding(folds []Fold) {
 		if e == nil || !e.byGrants(f.Limit, max(len(a.fleet), 1)) {
 			continue
 		}
-		few := tooFew(f.Limit, max(len(a.fleet), 1))
+		few := schemas.TooFew(f.Limit.Burst, max(len(a.fleet), 1))
 		if few && len(a.fleet) > 1 && !f.Strict && e.state.Version > 0 {
 			f.Last = &Level{e.state.LevelMicros, e.state.At}
 		}

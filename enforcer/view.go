@@ -9,6 +9,7 @@ import (
 
 	"github.com/weirhq/weir/enforcer/bucket"
 	"github.com/weirhq/weir/limits"
+	"github.com/weirhq/weir/schemas"
 )
 
 // entry is one stated limit and what this gateway enforces of it while it has no share of its own for a key.
@@ -190,7 +191,7 @@ func (e *Enforcer) compile(p *limits.Policy, prev *view, now int64) *view {
 func (v *view) intern(whole bucket.Limit, r *rule) uint32 {
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	k := entryKey{whole, r.local, r.lapses || !r.local && whole.Burst < 2*int64(v.fleet)}
+	k := entryKey{whole, r.local, r.lapses || !r.local && schemas.TooFew(whole.Burst, v.fleet)}
 	if i, ok := v.index[k]; ok {
 		return i
 	}

@@ -75,3 +75,7 @@ type TakeReply struct {
 	Remaining int64         // tokens left in the central bucket
 	RetryIn   time.Duration // 0 when allowed; else the shortest wait after which the same would be allowed
 }
+
+// TooFew says whether a limit of this burst is too small to be cut into rates and bursts for so many gateways, so that its tokens move
+// by grants alone. The last one to ask may hold a token of it for long. The centre and the gateways go by it.
+func TooFew(burst int64, gateways int) bool { return burst < 2*int64(gateways) }

@@ -26,16 +26,8 @@ func TestAFleetAloneAdmitsWhatItDid(t *testing.T) {
 		}
 		sc.happenings = []happening{{40 * s, centreDown, 0}, {70 * s, centreUp, 0}}
 		w, perfect := runOn(sc, 1, newWeir(c.mode))
-		count := func(admitted []bool, from, to int64) (n float64) {
-			for i := range w.arrivals {
-				if at := w.arrivals[i].at; admitted[i] && at >= from*s && at < to*s {
-					n++
-				}
-			}
-			return n
-		}
-		alone := count(w.admitted, 45, 70) / count(perfect, 45, 70)
-		after := count(w.admitted, 74, 80) / count(perfect, 74, 80)
+		alone := w.partOf(perfect, 45, 70)
+		after := w.partOf(perfect, 74, 80)
 		t.Logf("%v, %.1f × the limit: %.3f of it alone, %.3f with the centre again", c.mode, c.demand, alone, after)
 		if alone < c.least || alone > 1.01 {
 			t.Errorf("%v, %.1f × the limit: alone the fleet admitted %.3f of what it could, want %.2f or more", c.mode, c.demand, alone, c.least)
@@ -60,16 +52,8 @@ func TestAFleetWithoutRedisAdmitsWhatItDid(t *testing.T) {
 			}
 			sc.happenings = []happening{{40 * s, redisDown, 0}, {48 * s, redisUp, 0}}
 			w, perfect := runOn(sc, 1, newWeir(mode))
-			count := func(admitted []bool, from, to int64) (n float64) {
-				for i := range w.arrivals {
-					if at := w.arrivals[i].at; admitted[i] && at >= from*s && at < to*s {
-						n++
-					}
-				}
-				return n
-			}
-			without := count(w.admitted, 42, 48) / count(perfect, 42, 48)
-			after := count(w.admitted, 52, 60) / count(perfect, 52, 60)
+			without := w.partOf(perfect, 42, 48)
+			after := w.partOf(perfect, 52, 60)
 			t.Logf("%v, %.2f × the limit: %.3f of it without Redis, %.3f with it again", mode, c.demand, without, after)
 			if without < c.least || without > 1.04 {
 				t.Errorf("%v, %.2f × the limit: without Redis the fleet admitted %.3f of what it could, want %.2f or more", mode, c.demand, without, c.least)
@@ -104,4 +88,21 @@ func TestOutage(t *testing.T) {
 	if _, _, ok := outage(arrivals, []happening{{s, vanishes, 0}}, admitted, perfect); ok {
 		t.Error("an outage where nothing was down")
 	}
+}
+
+// partOf is what was admitted from one second to another, as a part of what a perfect bucket admitted.
+func (w *world) partOf(perfect []bool, from, to int64) float64 {
+	var got, want float64
+	for i := range w.arrivals {
+		if at := w.arrivals[i].at; at < from*s || at >= to*s {
+			continue
+		}
+		if w.admitted[i] {
+			got++
+		}
+		if perfect[i] {
+			want++
+		}
+	}
+	return got / want
 }

@@ -81,20 +81,26 @@ func within(t *testing.T, what string, ok func() bool) {
 	}
 }
 
+// migrate makes the database ready for use.
+func migrate(t *testing.T, url string) {
+	t.Helper()
+	store, err := clickhouse.Open(url, embeddedtest.Log(t))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = store.Close() })
+	if err := store.Migrate(t.Context(), func(string) {}); err != nil {
+		t.Fatal(err)
+	}
+}
+
 // T5: the permissions in docs/operations.md are all that a gateway and an aggregator need, and with them a gateway cannot stop the
 // history, speak for another gateway or remove a stream, whatever it asks and wherever it wants the answer.
 func TestT5DocumentedPermissions(t *testing.T) {
 	centreURL, gatewayURL := guarded(t)
 	ctx, log := t.Context(), embeddedtest.Log(t)
 	servers := Servers{NATS: centreURL, Redis: embeddedtest.Redis(t).URL(), ClickHouse: embeddedtest.ClickHouse(t).URL()}
-	store, err := clickhouse.Open(servers.ClickHouse, log)
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { _ = store.Close() })
-	if err := store.Migrate(ctx, func(string) {}); err != nil {
-		t.Fatal(err)
-	}
+	migrate(t, servers.ClickHouse)
 	stack := func() *run.Stack {
 		s := &run.Stack{}
 		t.Cleanup(func() {

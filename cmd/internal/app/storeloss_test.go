@@ -6,7 +6,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/weirhq/weir/aggregator/clickhouse"
 	"github.com/weirhq/weir/enforcer"
 	"github.com/weirhq/weir/internal/embedded/embeddedtest"
 	"github.com/weirhq/weir/internal/run"
@@ -23,14 +22,7 @@ func TestRedisIsMissedWithoutTraffic(t *testing.T) {
 			t.Error(err)
 		}
 	})
-	store, err := clickhouse.Open(servers.ClickHouse, log)
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { _ = store.Close() })
-	if err := store.Migrate(ctx, func(string) {}); err != nil {
-		t.Fatal(err)
-	}
+	migrate(t, servers.ClickHouse)
 	file := filepath.Join(t.TempDir(), "policy.yaml")
 	if err := os.WriteFile(file, []byte(`version: 1
 identity: {tenant: {header: X-App-Key}}
