@@ -171,6 +171,7 @@ type held struct {
 	asOf           int64 // … in µs by the counter's clock
 	granted, grant uint64
 	said           int64 // when it reported, in µs by the counter's clock
+	unsaid         int64 // as Part.UnsaidMicros, when its share was last worked out
 
 	next *prepared // nil for none
 
@@ -193,8 +194,11 @@ type prepared struct {
 // central bucket: the difference of the two is right.
 func (h *held) holds(now int64) int64 {
 	earned := min(float64(h.RateNanos)*float64(max(now-h.asOf, 0))/1e9, 4e15)
-	return min(h.tokens+int64(earned), saturatingMul(h.Burst, 1e6))
+	return min(h.tokens+int64(earned), h.fits(h.Burst))
 }
+
+// fits is how many it may hold under a burst.
+func (h *held) fits(burst int64) int64 { return saturatingAdd(saturatingMul(burst, 1e6), h.unsaid) }
 
 // wishes is what is left at now of the tokens that the gateway asked for.
 func (h *held) wishes(now int64) float64 {
@@ -218,6 +222,32 @@ func (e *entry) note(u *Use, at int64) {
 	h.seq, h.granted, h.grant = u.Seq, u.Granted, max(h.grant, u.Granted)
 	h.said = at - u.Age.Microseconds()
 	h.tokens, h.asOf = 1e6*(max(u.Tokens, 0)+int64(h.grant-h.granted)), h.said
+	h.unsaid = 0
+}
+
+// used is what the gateway has probably used at now since it reported, by a demand of so many billionths of a token per second.
+func (h *held) used(demandNanos, now int64) int64 {
+	return int64(min(float64(demandNanos)*float64(max(now-h.said, 0))/1e9, 4e15))
+}
+
+// reckon works out what gateways have used of the key that is still in its bucket. A bucket that is full lost what it could not take:
+// what was used meanwhile it will not lack.
+func (e *entry) reckon(s *KeyState) {
+	for _, h := range e.held {
+		h.unsaid = 0
+	}
+	sum := 0.0
+	for _, d := range s.Demands {
+		if h := e.held[d.Gateway]; h != nil {
+			h.unsaid = h.used(d.RateNanos, s.At)
+			sum += float64(h.unsaid)
+		}
+	}
+	if room := float64(max(saturatingMul(s.Limit.Burst, 1e6)-s.LevelMicros, 0)); sum > room {
+		for _, h := range e.held {
+			h.unsaid = int64(float64(h.unsaid) * (room / sum))
+		}
+	}
 }
 
 // delay finds out how much later than usual a gateway's report comes, without a clock that both sides agree on: the smallest
@@ -1097,8 +1127,10 @@ func (a *Aggregator) plan(e *entry, s *KeyState, fleet []string, now time.Time) 
 	even := evenShare(s.Limit, len(fleet))
 	parts := make([]Part, len(fleet))
 	reasons := make([]string, len(fleet))
+	e.reckon(s)
 	for i, g := range fleet {
-		parts[i] = Part{Demand: Demand{Gateway: g}, HeldMicros: e.part(g, even, s.At).holds(s.At)}
+		h := e.part(g, even, s.At)
+		parts[i] = Part{Demand: Demand{Gateway: g}, HeldMicros: h.holds(s.At), UnsaidMicros: h.unsaid}
 		reasons[i] = "newcomer"
 	}
 	asked := false
@@ -1106,7 +1138,7 @@ func (a *Aggregator) plan(e *entry, s *KeyState, fleet []string, now time.Time) 
 		if i, ok := slices.BinarySearch(fleet, d.Gateway); ok && d.RateNanos > 0 {
 			d.RateNanos = coarse(d.RateNanos)
 			parts[i].Demand, reasons[i], asked = d, "demand", true
-			parts[i].UsedMicros = int64(min(float64(d.RateNanos)*float64(max(s.At-e.part(d.Gateway, even, s.At).said, 0))/1e9, 4e15))
+			parts[i].UsedMicros = e.part(d.Gateway, even, s.At).used(d.RateNanos, s.At)
 		}
 	}
 	if asked {
@@ -1149,7 +1181,7 @@ func (a *Aggregator) plan(e *entry, s *KeyState, fleet []string, now time.Time) 
 // tell notes that a gateway is told a share. mu is held.
 func (e *entry) tell(s *KeyState, sh *Share, reason string, gateways int, now time.Time) *held {
 	h := *e.part(sh.Gateway, evenShare(s.Limit, gateways), s.At)
-	h.tokens = min(h.holds(s.At), saturatingMul(sh.Burst, 1e6)) + 1e6*sh.Grant
+	h.tokens = min(h.holds(s.At), h.fits(sh.Burst)) + 1e6*sh.Grant
 	h.Limit, h.asOf = Limit{sh.RateNanos, sh.Burst}, s.At
 	h.next = nil
 	h.reason, h.told, h.at, h.grant = reason, true, now, h.grant+uint64(sh.Grant)

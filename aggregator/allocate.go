@@ -33,8 +33,9 @@ type Share struct {
 // Part is what the centre knows of one gateway: what it asks for and what it holds.
 type Part struct {
 	Demand
-	HeldMicros int64 // millionths of a token that it holds, with what is on its way to it, as far as it has said
-	UsedMicros int64 // of these it has probably used since then
+	HeldMicros   int64 // millionths of a token that it holds, with what is on its way to it, as far as it has said
+	UsedMicros   int64 // of these it has probably used since then
+	UnsaidMicros int64 // as much of that as the central bucket will lack when it reports: until then it holds so many beyond its burst
 }
 
 // left is what a gateway has probably not used yet, in millionths of a token.
@@ -44,6 +45,9 @@ const (
 	// floorPart: an even share divided by this is kept for each gateway, so that one that asks for nothing can start at once.
 	// It is what the others cannot use, at most 1.6 % of a limit.
 	floorPart = 64
+
+	// skimTo: who has enough beside others that lack tokens keeps as many as last for this, so that chance does not refuse it any.
+	skimTo = 100 * time.Millisecond
 
 	// debtSeconds is the time constant in which debt is repaid: 92 % in five seconds.
 	debtSeconds = 2
@@ -61,9 +65,9 @@ func (l Limit) Repaying(debtMicros int64) Limit {
 	return Limit{RateNanos: max(l.RateNanos-min(cut, l.RateNanos), floor), Burst: l.Burst}
 }
 
-// Divide divides a key between gateways. The tokens that gateways hold are a partition of the central bucket: what they hold is
-// cut to their shares, and what the bucket then has beyond that is free, and moves to those that ask. When gateways hold more than
-// the bucket has, its limit is divided at a lower rate until they do not.
+// Divide divides a key between gateways: rates as Allocate does, and bursts, too, while nobody lacks tokens. Those that gateways hold
+// are a partition of the central bucket: what they hold is cut to their shares, and what the bucket then has beyond that is free, and
+// moves to those that ask. When gateways hold more than the bucket has, its limit is divided at a lower rate until they do not.
 //
 // Shares come sorted by gateway and depend on nothing but the arguments. Differences below a slack move no tokens, so that the noise
 // of measurements does not.
@@ -75,6 +79,7 @@ func Divide(l Limit, levelMicros int64, parts []Part) []Share {
 		demands[i] = parts[i].Demand
 	}
 	shares := Allocate(l, demands)
+	l.skim(shares, parts, levelMicros)
 	free := levelMicros
 	for i := range parts {
 		free -= parts[i].kept(&shares[i])
@@ -107,8 +112,46 @@ func Divide(l Limit, levelMicros int64, parts []Part) []Share {
 	return shares
 }
 
+// skim takes the room for tokens from gateways that have enough and gives it to those that lack some: what lies here is refused there.
+// Who has enough keeps room for its part of what there is, and never for less than lasts for skimTo. Where nobody lacks any it does nothing.
+func (l Limit) skim(shares []Share, parts []Part, levelMicros int64) {
+	level := coarse(max(levelMicros, 0) / 1e6)
+	enough := func(i int) int64 {
+		rate := shares[i].RateNanos
+		return 1 + max(mulDiv(rate, skimTo.Milliseconds(), 1000)/1e9, mulDiv(min(level, l.Burst), rate, l.RateNanos))
+	}
+	lacks := func(i int) bool {
+		return parts[i].RateNanos > shares[i].RateNanos && parts[i].left() <= saturatingMul(enough(i), 1e6)
+	}
+	lacking, room := int64(0), int64(0) // billionths of a token per second that those have who lack some, and tokens
+	for i := range parts {
+		if lacks(i) {
+			lacking += shares[i].RateNanos
+		}
+	}
+	if lacking == 0 {
+		return
+	}
+	for i := range parts {
+		if s := &shares[i]; parts[i].RateNanos > 0 && !lacks(i) && s.Burst > enough(i) {
+			room += s.Burst - enough(i)
+			s.Burst = enough(i)
+		}
+	}
+	for i := range parts {
+		if s := &shares[i]; lacks(i) {
+			n := mulDiv(room, s.RateNanos, lacking)
+			s.Burst += n
+			room -= n
+			lacking -= s.RateNanos
+		}
+	}
+}
+
 // kept is what a gateway still holds under its next share, in millionths of a token.
-func (p *Part) kept(s *Share) int64 { return min(max(p.HeldMicros, 0), saturatingMul(s.Burst, 1e6)) }
+func (p *Part) kept(s *Share) int64 {
+	return min(max(p.HeldMicros, 0), saturatingAdd(saturatingMul(s.Burst, 1e6), p.UnsaidMicros))
+}
 
 // slackMicros is how far what gateways hold and what the bucket has may be apart before tokens move: five milliseconds'
 // worth, which is less than the time between two reports, and a token at least.
@@ -474,4 +517,11 @@ func saturatingMul(a, b int64) int64 {
 		return math.MaxInt64
 	}
 	return int64(lo)
+}
+
+func saturatingAdd(a, b int64) int64 {
+	if b > math.MaxInt64-a {
+		return math.MaxInt64
+	}
+	return a + b
 }

@@ -2,6 +2,7 @@ package aggregator
 
 import (
 	"fmt"
+	"strings"
 	"testing"
 	"time"
 
@@ -13,7 +14,8 @@ func parts(l Limit) *rapid.Generator[[]Part] {
 		d := demands(l).Draw(t, "demands")
 		p := make([]Part, len(d))
 		for i := range d {
-			p[i] = Part{Demand: d[i], HeldMicros: rapid.Int64Range(-1e6, 3e6*l.Burst).Draw(t, "held")}
+			p[i] = Part{Demand: d[i], HeldMicros: rapid.Int64Range(-1e6, 3e6*l.Burst).Draw(t, "held"), UsedMicros: rapid.Int64Range(0, 2e6*l.Burst).Draw(t, "used")}
+			p[i].UnsaidMicros = rapid.Int64Range(0, p[i].UsedMicros).Draw(t, "unsaid")
 		}
 		return p
 	})
@@ -36,7 +38,7 @@ func TestDivideConserves(t *testing.T) {
 		for i := range p {
 			held[p[i].Gateway] = &p[i]
 		}
-		var kept, granted, rate int64
+		var kept, granted, rate, burst int64
 		lacking, room := false, int64(0)
 		for i := range shares {
 			s := &shares[i]
@@ -44,16 +46,17 @@ func TestDivideConserves(t *testing.T) {
 			kept += k
 			granted += s.Grant
 			rate += s.RateNanos
-			if s.Grant < 0 || k+1e6*s.Grant > 1e6*s.Burst {
+			burst += s.Burst
+			if s.Grant < 0 || k+1e6*s.Grant > 1e6*s.Burst+held[s.Gateway].UnsaidMicros {
 				t.Fatalf("%+v of %+v is more than its burst: %+v", s, p, shares)
 			}
 			if held[s.Gateway].RateNanos > 0 {
 				lacking = true
-				room += s.Burst - (k+999_999)/1e6
+				room += max(s.Burst-(k+999_999)/1e6, 0)
 			}
 		}
-		if rate > l.RateNanos {
-			t.Fatalf("rates add up to %d of %d", rate, l.RateNanos)
+		if rate > l.RateNanos || burst != l.Burst {
+			t.Fatalf("shares of %+v add up to %d and %d: %+v", l, rate, burst, shares)
 		}
 		if granted > 0 && kept+1e6*granted > level {
 			t.Fatalf("level %d, kept %d, granted %d tokens", level, kept, granted)
@@ -65,6 +68,52 @@ func TestDivideConserves(t *testing.T) {
 			t.Fatalf("gateways hold %d more than there is, and rates add up to %d", over, rate)
 		}
 	})
+}
+
+// TestWhatIsRefusedElsewhereDoesNotLieHere: beside gateways that lack tokens nobody who asks for some keeps many more than it needs, be
+// it short of rate or not; where nobody lacks any, room for tokens goes by rate.
+func TestWhatIsRefusedElsewhereDoesNotLieHere(t *testing.T) {
+	l := Limit{1000e9, 1000}
+	part := func(gateway string, demand, held, used int64) Part {
+		return Part{Demand: Demand{Gateway: gateway, RateNanos: demand * 1e9}, HeldMicros: held * 1e6, UsedMicros: used * 1e6}
+	}
+	for _, c := range []struct {
+		name  string
+		level int64 // tokens
+		parts []Part
+		want  string // burst+grant
+	}{
+		{"nobody lacks any", 1000, []Part{part("a", 500, 0, 0), part("b", 100, 80, 0)}, "750+750 250+170"},
+		{"one does", 100, []Part{part("a", 5000, 0, 0), part("b", 100, 80, 0)}, "989+89 11+0"},
+		{"and one that asks for more than its part has enough for now", 200, []Part{part("a", 5000, 0, 0), part("b", 100, 80, 0), part("c", 600, 100, 0)}, "885+85 21+0 94+0"},
+		{"but not when it has used it", 200, []Part{part("a", 5000, 0, 0), part("b", 100, 80, 0), part("c", 600, 100, 60)}, "490+44 21+0 489+35"},
+		{"there is enough for a while", 900, []Part{part("a", 5000, 0, 0), part("b", 100, 80, 0)}, "903+804 97+16"},
+		{"who asks for nothing has little as it is", 100, []Part{part("a", 5000, 0, 0), part("b", 0, 80, 0)}, "991+91 9+0"},
+	} {
+		var got []string
+		for _, s := range Divide(l, 1e6*c.level, c.parts) {
+			got = append(got, fmt.Sprintf("%d+%d", s.Burst, s.Grant))
+		}
+		if got := strings.Join(got, " "); got != c.want {
+			t.Errorf("%s: %s, want %s", c.name, got, c.want)
+		}
+	}
+}
+
+// TestWhatIsNotSaidYetIsNotGivenTwice: what a gateway has used of what it must give back is still in the bucket, and not free.
+func TestWhatIsNotSaidYetIsNotGivenTwice(t *testing.T) {
+	granted := func(unsaid int64) (sum int64) {
+		for _, s := range Divide(Limit{1000e9, 1000}, 200e6, []Part{
+			{Demand: Demand{Gateway: "a", RateNanos: 5000e9}},
+			{Demand: Demand{Gateway: "b", RateNanos: 100e9}, HeldMicros: 150e6, UsedMicros: 40e6, UnsaidMicros: unsaid},
+		}) {
+			sum += s.Grant
+		}
+		return sum
+	}
+	if all, less := granted(0), granted(40e6); less != all-40 {
+		t.Errorf("granted %d, and %d when 40 of what comes back have been used", all, less)
+	}
 }
 
 // TestGrantConserves: the same of a key kept by grants, where nobody refills by itself, and where no hungry gateway waits while

@@ -320,13 +320,14 @@ func TestAheadOfItsRivals(t *testing.T) {
 			t.Run(fmt.Sprint(a.scenario, "/", seed+1), func(t *testing.T) {
 				t.Parallel()
 				var wg sync.WaitGroup
-				parts := make([]float64, 3)
-				for i, mode := range []string{"shared", "gubernator-global", "divide-by-n"} {
+				parts := make([]float64, 4)
+				for i, mode := range []string{"shared", "gubernator-global", "divide-by-n", "lease"} {
 					wg.Go(func() { parts[i] = play(sc, seed+1, mode).part() })
 				}
 				wg.Wait()
 				within(t, "times as near as gubernator-global", parts[1]/parts[0], a.times, inf)
 				within(t, "times as near as divide-by-n", parts[2]/parts[0], a.times, inf)
+				within(t, "times as near as lease, the other one that answers without a hop", parts[3]/parts[0], 1, inf)
 			})
 		}
 	}
