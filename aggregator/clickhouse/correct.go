@@ -136,6 +136,26 @@ func (s *Store) Correct(ctx context.Context, c Correction) (Correction, error) {
 	return c, s.explain(doing, insert(ctx, s, correctionsTable, "correction-"+c.Ref, []Correction{c}))
 }
 
+// Unheard returns what a correction names of which nothing is on record in any hour, by the name of the field: "tenant", "route" (of the
+// tenant) or "rule"; empty when all is known. A name that was mistyped makes a customer that does not exist.
+func (s *Store) Unheard(ctx context.Context, c Correction) (field string, err error) {
+	for _, f := range []struct{ name, where string }{
+		{"tenant", `tenant = {tenant:String}`},
+		{"route", `tenant = {tenant:String} AND route = {route:String}`},
+		{"rule", `rule = {rule:String}`},
+	} {
+		var heard bool
+		if err := s.conn.QueryRow(ctx, `SELECT count() > 0 FROM (SELECT 1 FROM usage_1d WHERE `+f.where+` UNION ALL SELECT 1 FROM corrections WHERE `+f.where+` LIMIT 1)`,
+			ch.Named("tenant", c.Tenant), ch.Named("route", c.Route), ch.Named("rule", c.Rule)).Scan(&heard); err != nil {
+			return "", s.explain("look for what a correction names", err)
+		}
+		if !heard && (f.name != "rule" || c.Rule != "") {
+			return f.name, nil
+		}
+	}
+	return "", nil
+}
+
 const sameCount = ` AND tenant = {tenant:String} AND gateway = {gateway:String} AND route = {route:String} AND rule = {rule:String}`
 
 // Corrections returns those of hours with from <= hour < to, in order; the one of a ref unless that is empty.

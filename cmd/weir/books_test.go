@@ -295,6 +295,9 @@ func TestHistoryCorrect(t *testing.T) {
 		{correct("--allowed", "-1", "more"), exitUsage, `"more"`},
 		{correct("--allowed", "-5"), exitFailed, "allowed -5 would be below zero, for 4 are on record"},
 		{correct("--cost", "-5"), exitFailed, "cost -5"},
+		{correct("--tenant", "acmee", "--allowed", "5"), exitFailed, `tenant is "acmee", of which nothing is on record`},
+		{correct("--route", "order", "--allowed", "5"), exitFailed, `route is "order"`},
+		{correct("--rule", "contrct", "--rejected", "5"), exitFailed, `rule is "contrct"`},
 	} {
 		out, stderr := p.weir(bad.code, bad.args...)
 		if p.wants(stderr, bad.says); out != "" {
@@ -322,7 +325,7 @@ func TestHistoryCorrect(t *testing.T) {
 		Cost int64 `json:"cost"`
 	}
 	for _, more := range []string{"1", "-1"} {
-		if p.json(exitOK, &bare, correct("--rule", "contract", "--rejected", more, "--cost", "0", "--ref", "bare"+more)...); bare.Cost != 0 {
+		if p.json(exitOK, &bare, correct("--rule", "contract", "--rejected", more, "--cost", "0", "--new", "--ref", "bare"+more)...); bare.Cost != 0 {
 			t.Errorf("correction = %+v, want no cost", bare)
 		}
 	}
@@ -376,6 +379,12 @@ func TestHistoryCorrect(t *testing.T) {
 	if _, stderr := p.weir(exitOK, "usage", "top", "--from", hour.Add(time.Second).Format(time.RFC3339), "--to", hour.Add(2*time.Hour).Format(time.RFC3339)); !strings.HasPrefix(stderr, "4 corrections are left out") {
 		t.Errorf("usage top of a part of the hour says %q", stderr)
 	}
+	for range 2 { // what a correction has made known is known
+		for _, n := range []string{"2", "-2"} {
+			p.weir(exitOK, correct("--tenant", "newcomer", "--allowed", n, "--new", "--ref", "new"+n)...)
+		}
+	}
+	p.weir(exitFailed, correct("--tenant", "newcomer", "--route", "other", "--allowed", "1")...)
 }
 
 func TestDeadLetterCommands(t *testing.T) {

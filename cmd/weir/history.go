@@ -187,13 +187,14 @@ func historyCorrectCommand() *cobra.Command {
 	var out output
 	var c clickhouse.Correction
 	var hour string
+	var anew bool
 	cmd := &cobra.Command{
 		Use:   "correct",
 		Short: "Add a signed correction to one hour of one tenant, with its author and reason",
 		Long: `Correct adds a row to the table corrections. Usage itself is never changed: the view corrected_1h is the sum of both, and so is every
 answer of weir usage that has the whole hour, up to now if it is the present one; others say how many corrections they leave out.
 Without --cost the tokens go with the requests, one for each; --cost 0 leaves them as they are. The same --ref again is the same
-correction. No count can go below zero.`,
+correction. No count can go below zero. A tenant, route or rule of which nothing is on record is taken for a typing error without --new.`,
 		Example: `  weir history correct --gateway gw-1 --tenant acme --route export --hour 2026-11-29T10:00:00Z --allowed -41 --reason "load test" --by kim --ref TICKET-7`,
 		Args:    noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) (err error) {
@@ -224,6 +225,15 @@ correction. No count can go below zero.`,
 				return err
 			}
 			defer func() { err = errors.Join(err, store.Close()) }()
+			if !anew {
+				unheard, err := store.Unheard(cmd.Context(), c)
+				if err != nil {
+					return err
+				}
+				if unheard != "" {
+					return fmt.Errorf("%s is %q, of which nothing is on record: say --new if it is meant", unheard, cmd.Flag(unheard).Value)
+				}
+			}
 			made, err := store.Correct(cmd.Context(), c)
 			if err != nil {
 				return err
@@ -242,6 +252,7 @@ correction. No count can go below zero.`,
 	f.Int64Var(&c.Cost, "cost", 0, "tokens asked for, likewise (default one for each request)")
 	f.StringVar(&c.Reason, "reason", "", "why")
 	f.StringVar(&c.Author, "by", "", "who says so")
+	f.BoolVar(&anew, "new", false, "a tenant, route or rule of which nothing is on record yet is meant")
 	f.StringVar(&c.Ref, "ref", "", "names the correction: a ticket, for example (default made up)")
 	s.bind(cmd)
 	out.bind(cmd)
