@@ -1,0 +1,145 @@
+package aggregator
+
+import (
+	"maps"
+	"slices"
+	"time"
+)
+
+// departure is the end of one life of a gateway.
+type departure struct {
+	boot string
+	at   time.Time
+}
+
+// delay finds out how much later than usual a gateway's report comes, without a clock that both sides agree on: the smallest
+// difference of the two clocks in the last seconds is that of a report that was not delayed.
+type delay struct {
+	least, before time.Duration // of this while, and of the one before
+	since         time.Time
+}
+
+const (
+	delayWhile = 10 * time.Second
+	delayMax   = 5 * time.Second // more is taken for a clock that was set
+)
+
+func (d *delay) of(sealed, now time.Time) time.Duration {
+	diff := now.Sub(sealed)
+	if now.Sub(d.since) > delayWhile {
+		d.before = d.least
+		if d.since.IsZero() {
+			d.before = diff
+		}
+		d.least, d.since = diff, now
+	}
+	d.least = min(d.least, diff)
+	return min(diff-min(d.least, d.before), delayMax)
+}
+
+// age tells of each report how old it is. The last ones of a gateway that has left are charged, and say nothing of what it holds.
+func (a *Aggregator) age(folds []Fold, now time.Time) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	for i := range folds {
+		for j := range folds[i].Uses {
+			u := &folds[i].Uses[j]
+			if left, ok := a.left[u.Gateway]; ok && left.boot == u.Boot {
+				u.late, u.DemandNanos = true, 0
+			}
+			if u.Sealed.IsZero() {
+				continue
+			}
+			d := a.delays[u.Gateway]
+			if d == nil {
+				if _, lives := a.fleet[u.Gateway]; !lives {
+					continue // a late word of one that is gone
+				}
+				d = &delay{}
+				a.delays[u.Gateway] = d
+			}
+			u.Age = d.of(u.Sealed, now)
+		}
+	}
+}
+
+// saw notes that gateway lives.
+func (a *Aggregator) saw(gateway string, at time.Time) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	last, known := a.fleet[gateway]
+	if at.After(last) {
+		a.fleet[gateway] = at
+	}
+	if !known {
+		a.fleetChanged()
+		a.log.Info("gateway joined", "gateway", gateway, "gateways", len(a.fleet))
+	}
+}
+
+// fleetChanged makes all shares due for a look. mu is held.
+func (a *Aggregator) fleetChanged() {
+	a.m.Gateways.Set(float64(len(a.fleet)))
+	a.trim(0)
+	for _, e := range a.keys {
+		e.asked = time.Time{}
+	}
+}
+
+// expire drops silent gateways.
+func (a *Aggregator) expire() {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	gone := false
+	for g, at := range a.fleet {
+		if a.cfg.Now().Sub(at) > a.cfg.FleetExpiry {
+			a.forget(g)
+			a.log.Warn("gateway is silent", "gateway", g, "gateways", len(a.fleet))
+			gone = true
+		}
+	}
+	if gone {
+		a.fleetChanged()
+	}
+	for g, d := range a.left {
+		if a.cfg.Now().Sub(d.at) > a.cfg.Late {
+			delete(a.left, g)
+		}
+	}
+}
+
+// leave takes a gateway out of the fleet that said so, and divides what it had.
+func (a *Aggregator) leave(gateway, boot string, at time.Time) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	a.left[gateway] = departure{boot, at}
+	if _, known := a.fleet[gateway]; !known {
+		return
+	}
+	a.forget(gateway)
+	a.log.Info("gateway left", "gateway", gateway, "gateways", len(a.fleet))
+	a.fleetChanged()
+	a.fewer = true
+	a.alarm()
+}
+
+// hasLeft says whether this life of a gateway is over.
+func (a *Aggregator) hasLeft(gateway, boot string) bool {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	left, ok := a.left[gateway]
+	return ok && left.boot == boot
+}
+
+// forget drops a gateway and what it held. mu is held.
+func (a *Aggregator) forget(gateway string) {
+	delete(a.fleet, gateway)
+	delete(a.delays, gateway)
+	for _, e := range a.keys {
+		delete(e.held, gateway)
+	}
+	a.m.ClockOffset.DeleteLabelValues(gateway)
+}
+
+// gateways is the fleet in order. mu is held.
+func (a *Aggregator) gateways() []string { return slices.Sorted(maps.Keys(a.fleet)) }
