@@ -9,6 +9,7 @@ import (
 	"log/slog"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/nats-io/nats.go"
@@ -29,6 +30,9 @@ const (
 	together, takers = 256, 4
 	// takeTimeout bounds such a call. The gateway waits no longer than a few milliseconds.
 	takeTimeout = 20 * time.Millisecond
+	// beatEvery is how often the server looks whether its process runs, and asleep how long it did not when what was asked meanwhile is
+	// not answered any more.
+	beatEvery, asleep = 50 * time.Millisecond, 250 * time.Millisecond
 	// snapshotTimeout bounds the work on one request. The gateway asks again.
 	snapshotTimeout = 5 * time.Second
 )
@@ -118,6 +122,8 @@ type Server struct {
 	log    *slog.Logger
 	m      *Metrics
 
+	beat atomic.Pointer[time.Time] // when the process was seen to run last
+
 	mu   sync.Mutex      // guards told
 	told map[string]bool // reasons that were logged
 }
@@ -175,6 +181,8 @@ func (s *Server) Run(ctx context.Context) (err error) {
 			err = errors.Join(err, fmt.Errorf("unsubscribe from %s*: %w", schemas.StrictPrefix, e))
 		}
 	}()
+	s.beats()
+	running.Go(func() { s.watch(ctx, asked) })
 	for range takers {
 		running.Go(func() { s.takes(ctx, asked) })
 	}
@@ -216,7 +224,7 @@ func (s *Server) takes(ctx context.Context, asked <-chan *nats.Msg) {
 				more = false
 			}
 		}
-		if len(msgs) == 0 {
+		if len(msgs) == 0 || s.slept() {
 			continue
 		}
 		timeout, cancel := context.WithTimeout(ctx, takeTimeout)
@@ -235,6 +243,38 @@ func (s *Server) takes(ctx context.Context, asked <-chan *nats.Msg) {
 				s.log.Debug("tokens not handed over", "err", err)
 			}
 		}
+	}
+}
+
+func (s *Server) beats() {
+	now := time.Now()
+	s.beat.Store(&now)
+}
+
+// slept says whether the process has not run for a while, and may have old requests before it.
+func (s *Server) slept() bool { return time.Since(*s.beat.Load()) > asleep }
+
+// watch finds out whether the process was frozen, and leaves alone what gateways asked for meanwhile: they have decided without it, and
+// tokens taken for them would be lost.
+func (s *Server) watch(ctx context.Context, asked <-chan *nats.Msg) {
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-time.After(beatEvery):
+		}
+		if s.slept() {
+			_ = s.nc.FlushTimeout(time.Second) // whatever was asked before its answer is here, or will not come soon
+			for {
+				select {
+				case <-asked:
+					continue
+				default:
+				}
+				break
+			}
+		}
+		s.beats()
 	}
 }
 

@@ -138,8 +138,9 @@ func takesOver(p *process) func() bool {
 	}
 }
 
-// TestAFrozenCentreTakesNothing freezes the aggregator that answers strict requests. Once the other one has taken over, that one answers
-// them all; when the first one wakes up it takes no tokens for what was asked meanwhile.
+// TestAFrozenCentreTakesNothing freezes the aggregator that answers strict requests, for less time than it takes to be replaced, and for
+// longer. Once the other one has taken over, that one answers them all; when the first one wakes up it takes no tokens for what was asked
+// meanwhile.
 func TestAFrozenCentreTakesNothing(t *testing.T) {
 	nats, redis := embeddedtest.NATS(t), embeddedtest.Redis(t)
 	up := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(http.StatusNoContent) }))
@@ -184,6 +185,17 @@ rules:
 		return taken()-before > 75
 	}
 	eventually(t, "the centre answers", mostly)
+	before, was := taken(), asked
+	active.signal(syscall.SIGSTOP)
+	for end := time.Now().Add(700 * time.Millisecond); time.Now().Before(end); {
+		ask(1)
+	}
+	missed := asked - was
+	active.signal(syscall.SIGCONT)
+	eventually(t, "it answers again", mostly)
+	if n, most := taken()-before, asked-was-missed+10; n > most {
+		t.Errorf("%d tokens were taken for %d requests, of which %d came while it was frozen: want at most %d", n, asked-was, missed, most)
+	}
 	from := len(standby.lines())
 	active.signal(syscall.SIGSTOP)
 	eventually(t, "the other takes over", func() bool {
@@ -193,7 +205,7 @@ rules:
 		})
 	})
 	eventually(t, "the other answers all", mostly)
-	before, was := taken(), asked
+	before, was = taken(), asked
 	active.signal(syscall.SIGCONT)
 	ask(200)
 	if n, most := taken()-before, asked-was+50; n > most {
