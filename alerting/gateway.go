@@ -142,7 +142,7 @@ func (d *Detector) judgeGateway(g *gateway, dt time.Duration) {
 	switch {
 	case heard:
 		v = good
-	case g.beats:
+	case g.beats && d.parts.settle == 0:
 		v = bad
 	}
 	switch g.silent.step(v, dt, 0) {
@@ -156,7 +156,7 @@ func (d *Detector) judgeGateway(g *gateway, dt time.Duration) {
 
 	v = unknown
 	switch {
-	case !heard:
+	case !heard || d.parts.settle > 0:
 	case g.mode == modeSynced:
 		v, g.alone = good, 0
 	case g.mode != "":

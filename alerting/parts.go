@@ -9,8 +9,9 @@ import (
 
 // What a Degraded alert can be about besides a gateway, the parts of schemas and what those do without.
 const (
-	PartNATS   = "nats"   // the alerter itself does without it
-	PartIngest = "ingest" // reports of gateways do not get into their stream
+	PartNATS     = "nats"     // the alerter itself does without it
+	PartIngest   = "ingest"   // reports of gateways do not get into their stream
+	PartConsumer = "consumer" // an aggregator does not get on, and has all its servers
 )
 
 const (
@@ -20,6 +21,8 @@ const (
 	begun = 10 * time.Second
 	// waitsAfter without a report, a gateway that has some cannot hand them over. It may be so for waitsFor.
 	waitsAfter, waitsFor = time.Second, 2 * time.Second
+	// settled is how much longer than NATS itself what its absence explains may look bad once it answers again.
+	settled = time.Second
 	// alerterSooner is how much sooner a missing alerter is an alert than others.
 	alerterSooner = time.Second
 	// maxInstances bounds the processes that are followed.
@@ -39,7 +42,17 @@ type parts struct {
 	instances map[string]*instance // by boot
 	watches   map[string]*watch    // by what is missing
 	grace     time.Duration        // in which gateways may be alone: a centre comes or has said goodbye
+	deaf      bool                 // since the last look
+	settle    time.Duration        // in which what the absence of NATS explains is not judged
 }
+
+// Deaf says that NATS does not answer whoever looks here, before each Tick for as long as that is so. What its absence explains is not
+// judged then, nor for a second after: gateways and processes that are silent, gateways that are alone, reports and readers that do not get
+// on. What is heard first when it is back was said meanwhile.
+func (d *Detector) Deaf() { d.parts.deaf = true }
+
+// explained are the parts that the absence of NATS explains.
+var explained = []string{PartNATS, PartIngest, PartConsumer, schemas.PartAggregator, schemas.PartAlerter}
 
 // Health takes in a sign of life that has just come.
 func (d *Detector) Health(h *schemas.Health) {
@@ -85,7 +98,10 @@ func (p *parts) watch(name string) *watch {
 
 // age lets time pass.
 func (p *parts) age(dt, forget time.Duration) {
-	p.grace = max(p.grace-dt, 0)
+	p.grace, p.settle = max(p.grace-dt, 0), max(p.settle-dt, 0)
+	if p.deaf {
+		p.settle, p.deaf = settled, false
+	}
 	for boot, in := range p.instances {
 		if in.silence += dt; in.fresh {
 			in.silence, in.fresh = 0, false
@@ -111,6 +127,9 @@ func (d *Detector) judgeParts(dt time.Duration) {
 			without[name] = true
 			p.watch(name)
 		}
+	}
+	if missing[schemas.PartAlerter] > 0 && live[schemas.PartAlerter] == 0 { // who looks is one, and does not hear itself: nobody is heard here
+		clear(missing)
 	}
 	for _, part := range []string{schemas.PartAggregator, schemas.PartAlerter} {
 		if missing[part] > 0 {
@@ -150,6 +169,9 @@ func (d *Detector) judgeParts(dt time.Duration) {
 		default: // what the aggregator needs
 			summary = "the aggregator does without " + name
 			v = judge(without[name], live[schemas.PartAggregator] == 0)
+		}
+		if p.settle > 0 && slices.Contains(explained, name) {
+			v = unknown
 		}
 		switch w.step(v, dt, raise) {
 		case begins:

@@ -1,6 +1,8 @@
 package alerting
 
 import (
+	"slices"
+	"strings"
 	"testing"
 	"time"
 
@@ -163,4 +165,85 @@ func TestAGatewayThatCannotKeepUsageOnDisk(t *testing.T) {
 	w.want(w.run(time.Minute, nil), "+gateway-silent")
 	g.down, g.without = false, nil
 	w.want(w.run(time.Minute, nil), "-degraded -gateway-silent")
+}
+
+// While NATS is away, and when it has just come back, nothing begins that this explains: gateways say late how alone they were. What
+// outlives it is told all the same.
+func TestWhatTheAbsenceOfNATSExplains(t *testing.T) {
+	const promised = 5*time.Second + 2*time.Second // after the return
+	for _, c := range []struct {
+		name     string
+		noticed  time.Duration // until it is known to be away
+		watched  time.Duration // until the stream cannot be asked either, and nobody judges
+		outage   time.Duration // after that
+		recovers bool
+		want     string
+	}{
+		{"it hangs, and all recover", 700 * time.Millisecond, 4 * time.Second, 20 * time.Second, true, ""},
+		{"it dies, and all recover", 0, 0, 20 * time.Second, true, ""},
+		{"it is slow, and all recover", 700 * time.Millisecond, 20 * time.Second, 0, true, ""},
+		{"nothing recovers", 700 * time.Millisecond, 4 * time.Second, 20 * time.Second, false, "degraded/g1 degraded/g2 degraded/part/consumer degraded/part/ingest"},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			w := newWorld(t, Config{}, "g1", "g2")
+			missing := prometheus.NewGaugeVec(prometheus.GaugeOpts{Name: "missing"}, []string{"part"})
+			w.m.Missing = func(part string) prometheus.Gauge { return missing.WithLabelValues(part) }
+			a, self := &process{part: schemas.PartAggregator, boot: "a1"}, &process{part: schemas.PartAlerter, boot: "w1"}
+			signs := w.parts(a, self)
+			reports := func() { w.requests(w.gateways[0], "acme", 1); w.requests(w.gateways[1], "acme", 1) }
+			w.want(w.run(time.Minute, func() { signs(); reports() }), "")
+
+			for _, g := range w.gateways {
+				g.down, g.mode, g.pending = true, "isolated", 7
+			}
+			a.without = []string{PartConsumer}
+			w.want(w.run(c.noticed, nil), "")
+			w.want(w.run(c.watched-c.noticed, w.d.Deaf), "")
+			for _, part := range []string{schemas.PartAggregator, schemas.PartAlerter} {
+				if n := testutil.ToFloat64(missing.WithLabelValues(part)); n != 0 {
+					t.Errorf("%v of %s are shown as missing by one that does not hear itself", n, part)
+				}
+			}
+			w.d.Deaf()
+			w.now = w.now.Add(c.outage)
+
+			for _, g := range w.gateways {
+				g.down = false
+				w.d.Heartbeat(&schemas.Heartbeat{Gateway: g.name, Boot: "boot1", SentAt: w.now, Mode: g.mode, PendingReports: g.pending})
+			}
+			w.want(w.run(time.Second, func() { signs(); w.d.Deaf() }), "") // it has to answer for a second
+			w.want(w.run(1500*time.Millisecond, signs), "")
+			if c.recovers {
+				for _, g := range w.gateways {
+					g.mode, g.pending = modeSynced, 0
+				}
+				a.without = nil
+				w.want(w.run(time.Minute, func() { signs(); reports() }), "")
+				return
+			}
+			var keys []string
+			for _, s := range w.run(promised-2500*time.Millisecond, signs) {
+				if s.Type == schemas.AlertFiring {
+					keys = append(keys, s.DedupKey)
+				}
+			}
+			slices.Sort(keys)
+			if got := strings.Join(keys, " "); got != c.want {
+				t.Errorf("%s after the return %q fire, want %q", promised, got, c.want)
+			}
+		})
+	}
+}
+
+// What fires when NATS goes away stays so, whatever is heard late, until it has been well for as long as otherwise.
+func TestTheAbsenceOfNATSResolvesNothing(t *testing.T) {
+	w := newWorld(t, Config{}, "g1")
+	g := w.gateways[0]
+	w.run(time.Minute, nil)
+	g.mode = "isolated"
+	w.want(w.run(10*time.Second, nil), "+degraded")
+	g.mode = modeSynced
+	w.want(w.run(time.Minute, w.d.Deaf), "")
+	w.want(w.run(10*time.Second, nil), "")
+	w.want(w.run(2*time.Second, nil), "-degraded")
 }

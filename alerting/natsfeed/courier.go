@@ -183,9 +183,12 @@ func (b *absence) look() {
 	b.send(b.alert)
 }
 
+// away says whether NATS does not answer, or has not for long.
+func (b *absence) away() bool { return b.pulse.Away() > 0 }
+
 // over returns the alert about the outage that is over, once.
 func (b *absence) over() *schemas.Alert {
-	if b.pulse.Away() > 0 {
+	if b.away() {
 		return nil
 	}
 	b.mu.Lock()

@@ -17,6 +17,7 @@ import (
 	"github.com/weirhq/weir/alerting"
 	"github.com/weirhq/weir/alerting/natsfeed"
 	"github.com/weirhq/weir/internal/embedded/embeddedtest"
+	"github.com/weirhq/weir/internal/faultproxy"
 	"github.com/weirhq/weir/schemas"
 )
 
@@ -76,6 +77,58 @@ func TestNATSIsAway(t *testing.T) {
 		t.Errorf("on-call took %q", got)
 	}
 	wantTypes(t, alerts(t, js, schemas.AlertsStream), firing, resolved, firing, resolved)
+}
+
+// A NATS that hangs and goes on brings late what gateways said of themselves meanwhile: on-call knows of NATS, and hears no more.
+func TestNATSHangs(t *testing.T) {
+	t.Parallel()
+	url, direct, _ := server(t)
+	proxy, err := faultproxy.Start("127.0.0.1:0", strings.TrimPrefix(url, "nats://"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(proxy.Close)
+	nc, js := connect(t, "nats://"+proxy.Addr())
+	h := newHook(t, always(200))
+	start(t, directFeed(t, nc, js, h).Run)
+	start(t, natsfeed.NewSender(natsfeed.SenderConfig{}, js, h.receiver(t, 0), embeddedtest.Log(t), nil).Run)
+	var alone atomic.Bool
+	start(t, func(ctx context.Context) error {
+		for {
+			mode := "synced"
+			if alone.Load() {
+				mode = "isolated"
+			}
+			b, err := schemas.EncodeHeartbeat(&schemas.Heartbeat{Boot: "boot", SentAt: time.Now(), Mode: mode})
+			if err == nil {
+				err = direct.Publish(schemas.HeartbeatPrefix+"g1", b)
+			}
+			select {
+			case <-ctx.Done():
+				return nil
+			case <-time.After(100 * time.Millisecond):
+			}
+			if err != nil {
+				return err
+			}
+		}
+	})
+	time.Sleep(time.Second)
+	for i := range 2 {
+		proxy.Set(faultproxy.Faults{Hold: true})
+		alone.Store(true)
+		eventually(t, "on-call to hear of it", func() bool { return len(h.taken()) == 2*i+1 })
+		time.Sleep(4 * time.Second) // until the stream cannot be asked any more
+		proxy.Set(faultproxy.Faults{})
+		time.Sleep(1500 * time.Millisecond)
+		alone.Store(false)
+		eventually(t, "on-call to hear that it is back", func() bool { return len(h.taken()) == 2*i+2 })
+	}
+	time.Sleep(500 * time.Millisecond)
+	f, r := "firing degraded/part/nats", "resolved degraded/part/nats"
+	if got := h.keys(t); !slices.Equal(got, []string{f, r, f, r}) {
+		t.Errorf("on-call took %q", got)
+	}
 }
 
 // full is a JetStream that takes no alerts while it says so.

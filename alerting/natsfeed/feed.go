@@ -126,6 +126,7 @@ func (f *Feed) Run(ctx context.Context) error {
 		if f.nc.IsClosed() {
 			return errors.New("alerting: the connection to NATS is closed")
 		}
+		f.det.Deaf()
 		f.see(err.Error())
 		select {
 		case <-ctx.Done():
@@ -341,6 +342,9 @@ func (f *Feed) observe(msg jetstream.Msg) {
 // nothing is judged: silence here is not silence there.
 func (f *Feed) judge(ctx context.Context) {
 	now := f.there.Add(time.Since(f.here)) // by the monotonic clock from the last sample on
+	if f.nats.away() {
+		f.det.Deaf()
+	}
 	why, lag := "", 0.0
 	switch {
 	case !f.nc.IsConnected():
