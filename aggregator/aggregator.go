@@ -85,22 +85,25 @@ type PushedShare struct {
 }
 
 const (
-	calmFor    = 30 * time.Second       // a key at rest for so long is forgotten
-	restAfter  = 5 * time.Second        // a key kept by grants that nobody asks for goes back to the even shares after this
-	restMost   = 10 * time.Minute       // or, of a key whose tokens come seldom, after two of them or this
-	leaseFor   = time.Second            // a block of a lease lasts this long at the rate of its demand
-	tinyFor    = 50 * time.Millisecond  // and of a limit that is too small to divide
-	catchUp    = time.Second            // after the counter was away, to fold what has gathered meanwhile
-	repeatIn   = 250 * time.Millisecond // a grant that shows in no report within this is said again
-	settleIn   = time.Second            // a key unheard of for longer is looked at
-	together   = 5 * time.Millisecond   // keys of which tokens are due within this are looked at together
-	hearIn     = 50 * time.Millisecond  // a push is in force at the gateway after this
-	silentFor  = time.Second            // a counter that is not well, and has answered nothing for so long, is away
-	retryPause = 100 * time.Millisecond // after a failed fold, before the batch may come again
-	liveHolds  = time.Second            // one reading of all live keys serves all snapshots of this time
-	chunk      = 1000                   // keys folded at once when nobody waits
-	atOnce     = 10                     // keys of a snapshot looked at in one go
-	planPause  = 10                     // after the keys were planned for snapshots, they are not for so many times as long as that took
+	calmFor    = 30 * time.Second        // a key at rest for so long is forgotten
+	restAfter  = 5 * time.Second         // a key kept by grants that nobody asks for goes back to the even shares after this
+	restMost   = 10 * time.Minute        // or, of a key whose tokens come seldom, after two of them or this
+	leaseFor   = time.Second             // a block of a lease lasts this long at the rate of its demand
+	tinyFor    = 50 * time.Millisecond   // and of a limit that is too small to divide
+	catchUp    = time.Second             // after the counter was away, to fold what has gathered meanwhile
+	patience   = 5 * time.Second         // and so much longer while reports wait
+	hearMore   = 250 * time.Millisecond  // after each batch behind which more wait
+	repeatIn   = 250 * time.Millisecond  // a grant that shows in no report within this is said again
+	settleIn   = time.Second             // a key unheard of for longer is looked at
+	together   = 5 * time.Millisecond    // keys of which tokens are due within this are looked at together
+	hearIn     = 50 * time.Millisecond   // a push is in force at the gateway after this
+	silentFor  = time.Second             // a counter that is not well, and has answered nothing for so long, is away
+	asleep     = 1500 * time.Millisecond // a process that did not run for longer has missed what it should divide by
+	retryPause = 100 * time.Millisecond  // after a failed fold, before the batch may come again
+	liveHolds  = time.Second             // one reading of all live keys serves all snapshots of this time
+	chunk      = 1000                    // keys folded at once when nobody waits
+	atOnce     = 10                      // keys of a snapshot looked at in one go
+	planPause  = 10                      // after the keys were planned for snapshots, they are not for so many times as long as that took
 )
 
 // Aggregator is the centre. Its methods may be called from any goroutine.
@@ -123,6 +126,8 @@ type Aggregator struct {
 	epoch     uint64               // of this centre; 0 before it has one
 	behind    bool                 // the last batch of reports was not folded
 	believe   time.Time            // until then gateways are listened to, and no limit is divided
+	patience  time.Time            // and no longer than until then, whatever is to be heard yet
+	awake     time.Time            // when the process was seen to run last; zero while Run does not
 	said      bool                 // the fleet was told that nothing is granted
 	fewer     bool                 // a gateway left, and the fleet was not told
 	delays    map[string]*delay    // of each gateway's reports
@@ -147,7 +152,7 @@ func New(cfg Config, counter Counter, caster Caster, log *slog.Logger, m *Metric
 		m = NewMetrics(prometheus.NewRegistry())
 	}
 	now := cfg.Now()
-	return &Aggregator{cfg: cfg, counter: counter, caster: caster, log: log, m: m, learned: now.Add(cfg.Learn),
+	return &Aggregator{cfg: cfg, counter: counter, caster: caster, log: log, m: m, learned: now.Add(cfg.Learn), patience: now.Add(max(cfg.Learn, 0) + patience),
 		fleet: make(map[string]time.Time), left: make(map[string]departure), keys: make(map[Key]*entry), waiting: make(map[Key]time.Time), delays: make(map[string]*delay), wake: make(chan struct{}, 1), keepaliveAt: now.Add(cmp.Or(max(cfg.Learn, 0), cfg.Keepalive)), digestAt: now.Add(cfg.Digest)}
 }
 
@@ -155,6 +160,8 @@ func New(cfg Config, counter Counter, caster Caster, log *slog.Logger, m *Metric
 // must come again, which changes nothing that was folded already.
 func (a *Aggregator) Reports(ctx context.Context, b schemas.Batch[*schemas.Report]) error {
 	now := a.cfg.Now()
+	a.wakes(now, false)
+	a.hears(b.Waiting, now)
 	late := now.Add(-a.cfg.Late)
 	for _, item := range b.Items {
 		if r := item.Value; item.Arrived.After(late) && !a.hasLeft(r.Gateway, r.Boot) {
@@ -188,7 +195,7 @@ func (a *Aggregator) behindBy(err error, now time.Time) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	if a.behind && err == nil {
-		a.believe = now.Add(catchUp)
+		a.listens(now)
 	}
 	a.behind = err != nil
 	a.turned()
@@ -203,6 +210,41 @@ func (a *Aggregator) frozen() bool {
 func (a *Aggregator) turned() {
 	if a.frozen() != a.said {
 		a.alarm()
+	}
+}
+
+// listens lets no limit be divided for a while, in which what has gathered is folded. mu is held.
+func (a *Aggregator) listens(now time.Time) {
+	a.believe, a.patience = now.Add(catchUp), now.Add(catchUp+patience)
+}
+
+// hears goes on listening while reports wait behind a batch, for as long as there is patience: they tell of a time whose tokens the
+// buckets have lost, and would be charged to what comes.
+func (a *Aggregator) hears(waiting uint64, now time.Time) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if next := now.Add(hearMore); waiting > 0 && (now.Before(a.learned) || now.Before(a.believe)) && next.After(a.believe) && now.Before(a.patience) {
+		a.believe = next
+	}
+}
+
+// wakes notes that the process runs; beats says so regularly. One that was frozen finds the reports of that time all at once, but its
+// buckets were refilled no further than to their brim meanwhile: gateways are listened to, as after a time without the counter, and
+// have time to say that they live.
+func (a *Aggregator) wakes(now time.Time, beats bool) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	slept := now.Sub(a.awake)
+	if !a.awake.IsZero() && slept > asleep {
+		a.listens(now)
+		for g := range a.fleet {
+			a.fleet[g] = now
+		}
+		a.log.Warn("was not running for a while: gateways are listened to before limits are divided", "for", slept.Round(time.Millisecond))
+		a.turned()
+	}
+	if beats || !a.awake.IsZero() {
+		a.awake = now
 	}
 }
 
@@ -356,6 +398,7 @@ func (a *Aggregator) readLive(ctx context.Context) ([]KeyState, error) {
 func (a *Aggregator) Run(ctx context.Context) error {
 	var beating sync.WaitGroup
 	defer beating.Wait()
+	a.wakes(a.cfg.Now(), true)
 	beating.Go(func() { a.beat(ctx) })
 	for {
 		select {
@@ -389,6 +432,7 @@ func (a *Aggregator) beat(ctx context.Context) {
 		case <-ctx.Done():
 			return
 		case <-a.cfg.After(a.cfg.Beat):
+			a.wakes(a.cfg.Now(), true)
 			a.listen()
 			if !a.cfg.Now().Before(a.learned) {
 				a.speak(ctx)
@@ -400,6 +444,7 @@ func (a *Aggregator) beat(ctx context.Context) {
 // Step does what is due, and returns when something is due next. Run is a loop around it, for one goroutine; a simulation calls it
 // instead.
 func (a *Aggregator) Step(ctx context.Context) (next time.Time) {
+	a.wakes(a.cfg.Now(), false)
 	a.listen()
 	if a.due(&a.keepaliveAt, a.cfg.Keepalive) {
 		a.expire()
@@ -659,7 +704,8 @@ func (a *Aggregator) answers(err error) {
 		a.log.Error("the counter does not answer: shares stay as they are", "err", err)
 	case err == nil && !a.degraded.IsZero():
 		a.log.Info("the counter answers again", "after", now.Sub(a.degraded).Round(time.Millisecond))
-		a.degraded, a.believe = time.Time{}, now.Add(catchUp)
+		a.degraded = time.Time{}
+		a.listens(now)
 		a.m.Degraded.Dec()
 	}
 	a.turned()

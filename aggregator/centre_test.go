@@ -124,6 +124,94 @@ func TestFleetHearsWhenNothingIsGranted(t *testing.T) {
 	})
 }
 
+// rates is what the shares that were told last add up to, in tokens per second.
+func (w *world) rates() (sum float64) {
+	last := map[string]int64{}
+	for _, c := range w.casts.take(true) {
+		for _, s := range c.Shares {
+			last[c.gateway] = s.RateNanos
+		}
+	}
+	for _, rate := range last {
+		sum += float64(rate) / 1e9
+	}
+	return sum
+}
+
+// TestReportsThatWaitAreHeardFirst: what gateways used while there was no centre comes in several batches. All of them are heard before
+// a limit is divided, for the tokens of that time are not in the bucket any more: they would be a debt that nobody has made.
+func TestReportsThatWaitAreHeardFirst(t *testing.T) {
+	bubble(t, aggregator.Config{}, func(w *world) {
+		defer w.run()()
+		defer w.alive("g1", "g2")()
+		time.Sleep(1400 * time.Millisecond)
+		first := w.batch(w.report("g1", w.tokens("g1", "acme", limit100, 90, 40)))
+		first.Waiting = 1
+		if err := w.Reports(context.Background(), first); err != nil {
+			t.Fatal(err)
+		}
+		time.Sleep(200 * time.Millisecond) // it has learned for long enough
+		w.handle(w.report("g1", w.tokens("g1", "acme", limit100, 200, 90)))
+		time.Sleep(400 * time.Millisecond)
+		if got := w.rates(); got < 99 || got > 100 {
+			t.Errorf("shares add up to %.1f/s, want the whole limit", got)
+		}
+	})
+	bubble(t, aggregator.Config{}, func(w *world) { // reports that always wait are no reason to divide nothing for ever
+		defer w.run()()
+		defer w.alive("g1", "g2")()
+		busy := func(d time.Duration) float64 {
+			for end := time.Now().Add(d); time.Now().Before(end); time.Sleep(100 * time.Millisecond) {
+				b := w.batch(w.report("g1", w.tokens("g1", "acme", limit100, 9, 40)))
+				b.Waiting = 1000
+				if err := w.Reports(context.Background(), b); err != nil {
+					t.Fatal(err)
+				}
+			}
+			return w.rates()
+		}
+		if got := busy(5 * time.Second); got != 0 {
+			t.Errorf("shares add up to %.1f/s, though reports wait", got)
+		}
+		if got := busy(5 * time.Second); got < 99 || got > 100 {
+			t.Errorf("shares add up to %.1f/s, though they have waited for long", got)
+		}
+	})
+}
+
+// TestACentreThatWasFrozen finds what was used meanwhile in several batches, and its gateways silent for a while. It refuses nobody for
+// that, and says that it grants nothing until it has heard them.
+func TestACentreThatWasFrozen(t *testing.T) {
+	slept := time.Duration(0)
+	now := func() time.Time { return time.Now().Add(slept) }
+	bubble(t, aggregator.Config{Now: now}, func(w *world) {
+		w.counter.Now = now
+		defer w.run()()
+		defer w.alive("g1", "g2")()
+		time.Sleep(2600 * time.Millisecond)
+		w.handle(w.report("g1", w.tokens("g1", "acme", limit100, 40, 90)), w.report("g2", w.tokens("g2", "acme", limit100, 20, 90)))
+		if got := w.rates(); got < 99 || got > 100 {
+			t.Fatalf("shares add up to %.1f/s, want the whole limit", got)
+		}
+		time.Sleep(50 * time.Millisecond)
+		slept = 10 * time.Second
+		for range 3 {
+			w.handle(w.report("g1", w.tokens("g1", "acme", limit100, 150, 90)), w.report("g2", w.tokens("g2", "acme", limit100, 150, 90)))
+		}
+		time.Sleep(50 * time.Millisecond)
+		for _, c := range w.casts.take(true) {
+			if !c.Frozen || c.Gateways != 2 {
+				t.Errorf("at once %s hears %+v, want that nothing is granted to the two", c.gateway, c.ThrottleUpdate)
+			}
+		}
+		time.Sleep(1500 * time.Millisecond)
+		w.handle(w.report("g1", w.tokens("g1", "acme", limit100, 9, 90)), w.report("g2", w.tokens("g2", "acme", limit100, 9, 90)))
+		if got := w.rates(); got < 99 || got > 100 {
+			t.Errorf("then shares add up to %.1f/s, want the whole limit", got)
+		}
+	})
+}
+
 // hasty is a counter whose Take ends as it is told, after it has been asked.
 type hasty struct {
 	aggregator.Counter

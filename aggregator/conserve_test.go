@@ -14,8 +14,11 @@ func parts(l Limit) *rapid.Generator[[]Part] {
 		d := demands(l).Draw(t, "demands")
 		p := make([]Part, len(d))
 		for i := range d {
-			p[i] = Part{Demand: d[i], HeldMicros: rapid.Int64Range(-1e6, 3e6*l.Burst).Draw(t, "held"), UsedMicros: rapid.Int64Range(0, 2e6*l.Burst).Draw(t, "used")}
-			p[i].UnsaidMicros = rapid.Int64Range(0, p[i].UsedMicros).Draw(t, "unsaid")
+			p[i] = Part{Demand: d[i], HeldMicros: rapid.Int64Range(-1e6, 3e6*l.Burst).Draw(t, "held")}
+			if d[i].RateNanos > 0 {
+				p[i].UsedMicros = rapid.Int64Range(0, 2e6*l.Burst).Draw(t, "used")
+				p[i].UnsaidMicros = rapid.Int64Range(0, p[i].UsedMicros).Draw(t, "unsaid")
+			}
 		}
 		return p
 	})

@@ -2,6 +2,7 @@ package enforcer
 
 import (
 	"context"
+	"time"
 
 	"github.com/weirhq/weir/enforcer/bucket"
 	"github.com/weirhq/weir/schemas"
@@ -41,6 +42,7 @@ func (e *Enforcer) Settle(ctx context.Context, now int64, q *Request, d Decision
 			}
 		case !reply.Allowed:
 			lim := &v.entry(idx).whole
+			e.follow(v, r, q, now, 0, reply.Remaining)
 			b := bucket.Decision{Remaining: reply.Remaining, RetryIn: reply.RetryIn}
 			d.note(r, r.mark(idx), &b, q.Cost, lim)
 			e.unsettle(ctx, v, i, taken, q, now, &d, take)
@@ -48,7 +50,7 @@ func (e *Enforcer) Settle(ctx context.Context, now int64, q *Request, d Decision
 		default:
 			taken |= bit
 			d.stand(r.mark(idx), reply.Remaining, v.entry(idx).whole.Burst)
-			e.follow(v, r, q, now)
+			e.follow(v, r, q, now, q.Cost, reply.Remaining)
 		}
 	}
 	return d
@@ -71,15 +73,28 @@ func (e *Enforcer) takeHere(v *view, r *rule, q *Request, now int64, d *Decision
 	return e.take(v, &a, r)
 }
 
-// follow takes from this gateway's bucket what the centre has given, as far as it goes: when the centre falls silent, no full bucket
-// must be waiting here. It counts as no use, for the centre has counted it.
-func (e *Enforcer) follow(v *view, r *rule, q *Request, now int64) {
+// inHand: a gateway keeps what its part of the limit earns in this time for requests whose answer comes late.
+const inHand = 100 * time.Millisecond
+
+// follow takes from this gateway's bucket what the centre has given, as far as it goes, and leaves no more in it than its part of what the
+// centre has left, or what it earns in inHand: when the centre falls silent, no fuller bucket must be waiting here. It counts as no use,
+// for the centre has counted it.
+func (e *Enforcer) follow(v *view, r *rule, q *Request, now, given, left int64) {
+	idx := v.entryFor(r, q.Tenant)
+	whole := &v.entry(idx).whole
+	follows := func(tokens int64, here bucket.Limit) int64 {
+		part := left
+		if here.Burst < whole.Burst {
+			part = int64(float64(left) * (float64(here.Burst) / float64(whole.Burst)))
+		}
+		return max(min(tokens-given, max(part, here.Rate.Nano()/int64(time.Second/inHand)/1e9)), 0)
+	}
 	if r.pool != nil {
 		p := r.pool
 		p.mu.Lock()
 		defer p.mu.Unlock()
 		p.refill(e, now)
-		p.state.Tokens -= min(p.state.Tokens, q.Cost)
+		p.state.Tokens = follows(p.state.Tokens, p.limit)
 		p.level.Store(p.state.Tokens + p.credits())
 		return
 	}
@@ -91,7 +106,7 @@ func (e *Enforcer) follow(v *view, r *rule, q *Request, now int64) {
 	}
 	lim, _ := e.limit(v, sh, s, r, q.Tenant, now)
 	b := s.state().Level(*lim, now)
-	b.Tokens -= min(b.Tokens, q.Cost)
+	b.Tokens = follows(b.Tokens, *lim)
 	s.set(b)
 	s.unlock(w)
 }

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"testing"
 	"time"
 
@@ -87,6 +88,95 @@ func TestStrictAsksTheCentreLastAndPutsBackWhatItRefuses(t *testing.T) {
 	}
 }
 
+// TestStrictLeavesNothingInHand: a gateway whose centre falls silent goes on from what the centre had left, not from a bucket that has
+// filled up here meanwhile, whether the centre gave or refused last.
+func TestStrictLeavesNothingInHand(t *testing.T) {
+	for _, c := range []struct {
+		name  string
+		reply schemas.TakeReply
+		want  int // of half of ten
+	}{
+		{"all that there was was given", schemas.TakeReply{Allowed: true}, 0},
+		{"nothing was left", schemas.TakeReply{RetryIn: time.Second}, 0},
+		{"half was left", schemas.TakeReply{Allowed: true, Remaining: 5}, 2},
+		{"nearly all was left", schemas.TakeReply{Allowed: true, Remaining: 9}, 4},
+	} {
+		for _, key := range [][]limits.Dimension{{{Kind: limits.ByTenant}}, nil} { // and a pool
+			var now int64
+			p := strictPolicy(t)
+			p.Rules = p.Rules[1:2]
+			p.Rules[0].Key = key
+			e := enforcer.New(enforcer.Config{Stripes: 1, Fleet: 2, Ask: true, Clock: func() int64 { return now }})
+			e.SetPolicy(p)
+			e.Apply(enforcer.Update{Gateways: 2, TTL: time.Minute})
+			silent := false
+			admitted := 0
+			for range 20 {
+				q := enforcer.Request{Tenant: "a", Cost: 1}
+				d := e.Settle(t.Context(), now, &q, e.Check(now, &q), func(context.Context, schemas.TakeRequest) (schemas.TakeReply, error) {
+					if silent {
+						return schemas.TakeReply{}, errors.New("no answer")
+					}
+					return c.reply, nil
+				})
+				if silent && d.Allowed {
+					admitted++
+				}
+				silent = true
+			}
+			if admitted != c.want {
+				t.Errorf("%s, key %v: %d admitted without an answer, want %d", c.name, key, admitted, c.want)
+			}
+		}
+	}
+}
+
+// TestLocalThenSharedIsAnother: what a rule's buckets gave while it was local is not told as used of the shared limit.
+func TestLocalThenSharedIsAnother(t *testing.T) {
+	var now int64
+	p := strictPolicy(t)
+	p.Rules = p.Rules[1:2]
+	e := enforcer.New(enforcer.Config{Stripes: 1, Fleet: 2, Clock: func() int64 { return now }})
+	under := func(c limits.Consistency) {
+		next := *p
+		next.Rules = slices.Clone(p.Rules)
+		next.Rules[0].Consistency = c
+		e.SetPolicy(&next)
+	}
+	ask := func(n int) {
+		for range n {
+			q := enforcer.Request{Tenant: "a", Cost: 1}
+			e.Check(now, &q)
+		}
+	}
+	taken := func() map[string]uint64 {
+		sum := map[string]uint64{}
+		e.Collect(now, true, func(b enforcer.Bucket) { sum[b.Consistency] += b.Taken })
+		return sum
+	}
+	under(limits.Local)
+	e.Apply(enforcer.Update{Gateways: 2, TTL: time.Minute})
+	ask(7)
+	under(limits.Shared)
+	ask(2)
+	if got := taken(); got["local"] != 7 || got[""] != 2 || len(got) != 2 {
+		t.Errorf("taken by consistency: %v, want 7 local and 2 shared", got)
+	}
+	under(limits.Local)
+	ask(1)
+	under(limits.Shared)
+	ask(1)
+	var cum uint64
+	e.Collect(now, true, func(b enforcer.Bucket) {
+		if b.Consistency != "local" {
+			cum += b.Cum
+		}
+	})
+	if cum != 3 {
+		t.Errorf("%d given of the shared limit in all, want 3", cum)
+	}
+}
+
 func TestStrictWithoutAnAnswerIsThePartOfThisGateway(t *testing.T) {
 	var now int64
 	p := strictPolicy(t)
@@ -97,7 +187,7 @@ func TestStrictWithoutAnAnswerIsThePartOfThisGateway(t *testing.T) {
 	answers := 0
 	take := func(context.Context, schemas.TakeRequest) (schemas.TakeReply, error) {
 		if answers++; answers <= 3 {
-			return schemas.TakeReply{Allowed: true}, nil
+			return schemas.TakeReply{Allowed: true, Remaining: int64(10 - answers)}, nil
 		}
 		return schemas.TakeReply{}, errors.New("no answer")
 	}
@@ -225,7 +315,7 @@ func TestWhatWasNotTakenIsNotPutBack(t *testing.T) {
 			t.Errorf("%s: %d left of %s, want %d of first", step, got.Remaining, got.Rule.Name, want)
 		}
 	}
-	answer := schemas.TakeReply{Allowed: true}
+	answer := schemas.TakeReply{Allowed: true, Remaining: 10}
 	take := func(context.Context, schemas.TakeRequest) (schemas.TakeReply, error) {
 		now += int64(2 * time.Minute) // more than shares hold
 		return answer, nil

@@ -104,10 +104,14 @@ type entryKey struct {
 	local, lapses bool
 }
 
-// identity is what makes a rule the same rule in the next policy: tokens stay with it.
+// identity is what makes a rule the same rule in the next policy: tokens stay with it. One that was local and is shared now is another:
+// what its buckets gave nobody has shared, and is not to be charged to the others.
 func identity(r *limits.Rule) string {
 	var b strings.Builder
 	b.WriteString(r.Name)
+	if r.Consistency == limits.Local {
+		b.WriteByte(1)
+	}
 	for _, d := range r.Key {
 		b.WriteByte(0)
 		b.WriteString(d.String())

@@ -10,6 +10,7 @@ import (
 type Batch[T any] struct {
 	Stream      string // one life of a stream: another one that is made under the same name is called differently here
 	First, Last uint64 // stream sequence numbers, both included
+	Waiting     uint64 // messages that were in the stream behind it already; 0 where nobody knows
 	Items       []Delivered[T]
 }
 

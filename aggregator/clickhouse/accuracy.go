@@ -90,12 +90,15 @@ func (s *Store) Judge(ctx context.Context, seen time.Time) (time.Time, error) {
 }
 
 // taken is a query for what was taken: by which second (at) in how many seconds (n), and in how many of these it is laid
-// (parts), evenly, never in more than there are tokens. The second is that of the arrival, by one clock for all; of a report
-// that had to wait it is the gateway's. Shadow rules admit everything, local ones are not shared, and both are left out.
-// DISTINCT does what FINAL would, after the condition on time and not before it.
+// (parts), evenly, never in more than there are tokens. What a bucket gave in more than a minute it gave in the last one, unless its
+// gateway was cut off within an hour before and told it all at once: then that minute has its part of the time (secs). The second is that
+// of the arrival, by one clock for all; of a report that had to wait it is the gateway's. Shadow rules admit everything, local ones are
+// not shared, and both are left out. DISTINCT does what FINAL would, after the condition on time and not before it.
 const taken = `(SELECT DISTINCT gateway, boot, seq, entry, rule, key, received, limit_rate_nanos, limit_burst, taken,
 		toUnixTimestamp(if(received > ts + INTERVAL 10 SECOND, ts, received)) AS at,
-		toInt64(least(greatest(1, intDiv(window_ms + 999, 1000)), 60)) AS n, least(n, toInt64(taken)) AS parts, at - intDiv((parts - 1) * n, parts) AS first
+		toInt64(least(greatest(1, intDiv(window_ms + 999, 1000)), 60)) AS n, least(n, toInt64(taken)) AS parts,
+		if((gateway, boot) IN (SELECT gateway, boot FROM tokens WHERE ts >= fromUnixTimestamp64Milli({from:Int64} - 3600000, 'UTC') AND received > ts + INTERVAL 10 SECOND),
+			greatest(n, intDiv(window_ms, 1000)), n) AS secs, at - intDiv((parts - 1) * n, parts) AS first
 	FROM tokens
 	WHERE ts >= fromUnixTimestamp64Milli({from:Int64}, 'UTC') AND received <= fromUnixTimestamp64Milli({upto:Int64}, 'UTC')
 		AND mode != 'shadow' AND consistency != 'local' AND taken > 0 AND limit_rate_nanos >= 0`
@@ -125,7 +128,7 @@ func (s *Store) judge(ctx context.Context, seen, upto time.Time, slack float64) 
 		return nil, err
 	}
 	rows, err := s.conn.Query(ctx, `
-		SELECT rule, key, at - intDiv(arrayJoin(range(parts)) * n, parts) AS second, max(limit_rate_nanos), max(limit_burst), sum(taken / parts)
+		SELECT rule, key, at - intDiv(arrayJoin(range(parts)) * n, parts) AS second, max(limit_rate_nanos), max(limit_burst), sum(taken / parts * n / secs)
 		FROM (SELECT *, min(if(`+isNew+`, first, 0xffffffff)) OVER (PARTITION BY rule, key) AS since FROM `+taken+`))
 		GROUP BY rule, key, second HAVING second >= any(since) ORDER BY rule, key, second`, args(from)...)
 	if err != nil {

@@ -200,6 +200,24 @@ func TestEverySecondIsJudged(t *testing.T) {
 	}
 }
 
+// TestAnOutageIsNoOvershoot: gateways that were cut off tell late, and of the rest of the time all at once, what was within the limit.
+func TestAnOutageIsNoOvershoot(t *testing.T) {
+	r := newReporter(t, time.Now().Add(-10*time.Minute))
+	for _, g := range []string{"g1", "g2"} { // 8 of 10 a second, for five minutes
+		r.report(g, 30*time.Second, 300*time.Second, took("a", 4*30, 30*time.Second))
+		r.report(g, 300*time.Second, 300*time.Second, took("a", 4*270, 270*time.Second), took("idle", 15, 270*time.Second))
+	}
+	r.report("g3", 300*time.Second, 300*time.Second, took("b", 600, time.Hour)) // it was there all the time, and asked for b in the last minute
+	r.report("g4", 300*time.Second, 300*time.Second, took("b", 600, time.Hour))
+	r.judgeAll(r.start.Add(-time.Hour))
+	if over := number(t, r.Store, "(SELECT toUInt64(sum(over)) FROM accuracy FINAL WHERE key IN ('a', 'idle'))"); over != 0 {
+		t.Errorf("%d tokens over, want none: %s", over, r.judged("a"))
+	}
+	if over := number(t, r.Store, "(SELECT toUInt64(sum(over)) FROM accuracy FINAL WHERE key = 'b')"); over < 500 {
+		t.Errorf("%d tokens of b over, want half of 1200 or so: %s", over, r.judged("b"))
+	}
+}
+
 // TestBucketIsNotFullEveryMinute: 100 per hour, of which 110 a minute are admitted for half an hour, and of another 100.
 func TestBucketIsNotFullEveryMinute(t *testing.T) {
 	r := newReporter(t, time.Now().Add(-time.Hour))

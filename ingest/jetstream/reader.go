@@ -88,6 +88,7 @@ type message struct {
 	body                 []byte
 	boot                 string // of a report that a Publisher wrote, with its number; else empty and 0
 	report               uint64
+	waiting              uint64 // messages behind it
 	ack                  jetstream.Msg
 }
 
@@ -227,7 +228,7 @@ func (r *reader[T]) fetch(ctx context.Context, all []message, n int, wait time.D
 				return all, fmt.Errorf("fetch: %w", err)
 			}
 			m := message{subject: msg.Subject(), contentType: msg.Headers().Get(headerContentType),
-				seq: meta.Sequence.Stream, arrived: meta.Timestamp, body: msg.Data(), ack: msg}
+				seq: meta.Sequence.Stream, arrived: meta.Timestamp, waiting: meta.NumPending, body: msg.Data(), ack: msg}
 			m.boot, m.report = reportIn(msg.Headers())
 			all = append(all, m)
 		case <-ctx.Done():
@@ -349,10 +350,8 @@ func (r *reader[T]) holds(all []message) { r.oldest.Store(all[0].arrived.UnixNan
 func (r *reader[T]) handled(all []message) {
 	last := &all[len(all)-1]
 	at := int64(0)
-	if last.ack != nil {
-		if meta, err := last.ack.Metadata(); err == nil && meta.NumPending > 0 {
-			at = last.arrived.UnixNano()
-		}
+	if last.waiting > 0 {
+		at = last.arrived.UnixNano()
 	}
 	r.oldest.Store(at)
 	r.m.Messages.WithLabelValues(r.cfg.Name).Add(float64(len(all)))

@@ -111,7 +111,7 @@ func (s *Source[T]) deliver(ctx context.Context, all []message, handle func(cont
 	for i := range bad {
 		s.m.Refused.WithLabelValues(s.cfg.Name, bad[i].Reason).Inc()
 	}
-	batch := schemas.Batch[T]{Stream: streamName(s.cfg.Stream, s.created, 0), First: all[0].seq, Last: all[0].seq, Items: items}
+	batch := schemas.Batch[T]{Stream: streamName(s.cfg.Stream, s.created, 0), First: all[0].seq, Last: all[0].seq, Waiting: all[len(all)-1].waiting, Items: items}
 	for i := range all {
 		batch.First, batch.Last = min(batch.First, all[i].seq), max(batch.Last, all[i].seq)
 	}
