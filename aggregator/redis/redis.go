@@ -80,6 +80,8 @@ type Counter struct {
 	addr string
 	at   atomic.Int64 // µs of Redis' clock, the latest seen
 	made atomic.Int64 // the same, of the note of Redis' memory that was seen last; 0 for none
+
+	noted atomic.Int64 // count of the note of how far reports were folded, the last that we made; 0 for none
 }
 
 var _ aggregator.Counter = (*Counter)(nil)

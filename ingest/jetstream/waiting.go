@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"time"
 
 	"github.com/nats-io/nats.go"
 	"github.com/nats-io/nats.go/jetstream"
@@ -33,35 +34,52 @@ func Waiting[T any](ctx context.Context, nc *nats.Conn, name string, n int, deco
 	if err != nil && !errors.Is(err, jetstream.ErrBucketNotFound) {
 		return nil, fail(err)
 	}
-	c, err := js.OrderedConsumer(ctx, schemas.UsageStream, jetstream.OrderedConsumerConfig{DeliverPolicy: jetstream.DeliverByStartSequencePolicy, OptStartSeq: pos.Floor + 1})
+	var out []schemas.Delivered[T]
+	from := jetstream.OrderedConsumerConfig{DeliverPolicy: jetstream.DeliverByStartSequencePolicy, OptStartSeq: pos.Floor + 1}
+	err = look(ctx, js, schemas.UsageStream, from, func(m message) (bool, error) {
+		if v, err := decode(m.subject, m.contentType, m.body, m.arrived); err == nil {
+			out = append(out, schemas.Delivered[T]{Seq: m.seq, Arrived: m.arrived, Value: v})
+		}
+		return len(out) < n, nil
+	})
 	if errors.Is(err, jetstream.ErrStreamNotFound) {
 		return nil, nil
 	}
 	if err != nil {
 		return nil, fail(err)
 	}
-	var out []schemas.Delivered[T]
+	return out, nil
+}
+
+const lookWait = 10 * time.Second // for the next message, which is there
+
+// look calls f with each message that a stream has now, in order, until f returns false. It disturbs nobody.
+func look(ctx context.Context, js jetstream.JetStream, stream string, from jetstream.OrderedConsumerConfig, f func(message) (bool, error)) error {
+	c, err := js.OrderedConsumer(ctx, stream, from)
+	if err != nil {
+		return err
+	}
 	left := c.CachedInfo().NumPending
 	messages, err := c.Messages()
 	if err != nil {
-		return nil, fail(err)
+		return err
 	}
 	defer messages.Stop()
-	for ; left > 0 && len(out) < n; left-- {
-		msg, err := messages.Next(jetstream.NextContext(ctx))
+	for ; left > 0; left-- {
+		wait, cancel := context.WithTimeout(ctx, lookWait)
+		msg, err := messages.Next(jetstream.NextContext(wait))
+		cancel()
 		if err != nil {
-			return nil, fail(err)
+			return err
 		}
 		meta, err := msg.Metadata()
 		if err != nil {
-			return nil, fail(err)
+			return err
 		}
-		if v, err := decode(msg.Subject(), msg.Headers().Get(headerContentType), msg.Data(), meta.Timestamp); err == nil {
-			out = append(out, schemas.Delivered[T]{Seq: meta.Sequence.Stream, Arrived: meta.Timestamp, Value: v})
-		}
-		if meta.NumPending == 0 {
-			break
+		more, err := f(message{subject: msg.Subject(), contentType: msg.Headers().Get(headerContentType), seq: meta.Sequence.Stream, arrived: meta.Timestamp, body: msg.Data()})
+		if err != nil || !more || meta.NumPending == 0 {
+			return err
 		}
 	}
-	return out, nil
+	return nil
 }

@@ -13,6 +13,7 @@ import (
 	"github.com/weirhq/weir/aggregator"
 	"github.com/weirhq/weir/aggregator/clickhouse"
 	"github.com/weirhq/weir/aggregator/natscast"
+	"github.com/weirhq/weir/aggregator/redis"
 	"github.com/weirhq/weir/ingest/jetstream"
 	"github.com/weirhq/weir/internal/natsx"
 	"github.com/weirhq/weir/internal/pulse"
@@ -38,7 +39,7 @@ const catchUp = 500 * time.Millisecond
 // Two at once do no harm, for gateways follow the one that took over last, but half of the reports would move nothing.
 type divider struct {
 	nc       *nats.Conn
-	counter  aggregator.Counter
+	counter  *redis.Counter
 	silent   func() time.Duration // of the counter, for aggregator.Config
 	recorder *clickhouse.Recorder
 	declare  func(context.Context) error
@@ -60,10 +61,12 @@ func (d *divider) keep(ctx context.Context, sure func() bool) error {
 	defer agg.Close()
 	d.read(reports)
 	defer d.read(nil)
+	mark := newBookmark(d.counter, reports, agg, d.log)
 	g, ctx := errgroup.WithContext(ctx)
 	g.Go(func() error { return hears.Run(ctx) })
 	g.Go(func() error { return agg.Run(ctx) })
-	g.Go(func() error { return reports.Consume(ctx, agg.Reports) })
+	g.Go(func() error { return reports.Consume(ctx, mark.noting(agg.Reports)) })
+	g.Go(func() error { return mark.run(ctx) })
 	g.Go(func() error {
 		return natscast.NewServer(d.nc, servingCentre{agg, d.recorder, sure}, d.log, d.m.cast).Run(ctx)
 	})

@@ -7,8 +7,8 @@ import (
 
 	natsjs "github.com/nats-io/nats.go/jetstream"
 
-	"github.com/weirhq/weir/aggregator/aggregatortest"
 	"github.com/weirhq/weir/aggregator/clickhouse"
+	"github.com/weirhq/weir/aggregator/redis"
 	"github.com/weirhq/weir/internal/embedded/embeddedtest"
 	"github.com/weirhq/weir/internal/embedded/nats"
 	"github.com/weirhq/weir/internal/natsx"
@@ -42,8 +42,13 @@ func TestACentreThatHearsNothingGrantsNothing(t *testing.T) {
 	if err := declare(ctx); err != nil {
 		t.Fatal(err)
 	}
+	counter, err := redis.New(redis.Config{URL: embeddedtest.Redis(t).URL()})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = counter.Close() })
 	m := NewMetrics()
-	d := &divider{nc: nc, counter: aggregatortest.NewMemory(), recorder: clickhouse.NewRecorder(clickhouse.RecorderConfig{}, nil, nil, log), declare: declare, m: m, log: log}
+	d := &divider{nc: nc, counter: counter, recorder: clickhouse.NewRecorder(clickhouse.RecorderConfig{}, nil, nil, log), declare: declare, m: m, log: log}
 	ended := make(chan error, 1)
 	go func() { ended <- d.keep(ctx, func() bool { return true }) }()
 	t.Cleanup(func() {

@@ -10,6 +10,7 @@ import (
 	"regexp"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -31,6 +32,7 @@ const patience = 30 * time.Second
 // centre is an aggregator over real servers, and the books to look into.
 type centre struct {
 	t     *testing.T
+	on    Servers
 	nc    *nats.Conn
 	js    natsjs.JetStream
 	sql   ch.Conn
@@ -40,7 +42,15 @@ type centre struct {
 
 func newCentre(t *testing.T) *centre {
 	t.Helper()
-	s := Servers{NATS: embeddedtest.NATS(t).URL(), Redis: embeddedtest.Redis(t).URL(), ClickHouse: embeddedtest.ClickHouse(t).URL()}
+	c := newBooks(t, embeddedtest.Redis(t).URL())
+	c.aggregator(slog.New(slog.DiscardHandler))
+	return c
+}
+
+// newBooks is a centre without an aggregator.
+func newBooks(t *testing.T, redisURL string) *centre {
+	t.Helper()
+	s := Servers{NATS: embeddedtest.NATS(t).URL(), Redis: redisURL, ClickHouse: embeddedtest.ClickHouse(t).URL()}
 	log := slog.New(slog.DiscardHandler)
 	var stack run.Stack
 	t.Cleanup(func() {
@@ -74,14 +84,31 @@ func newCentre(t *testing.T) *centre {
 		t.Fatal(err)
 	}
 	stack.Defer("counter", counter.Close)
-	if _, err := NewAggregator(t.Context(), s, nc, NewMetrics(), &stack, log); err != nil {
-		t.Fatal(err)
-	}
 	js, err := natsjs.New(nc)
 	if err != nil {
 		t.Fatal(err)
 	}
-	return &centre{t: t, nc: nc, js: js, sql: sql, books: Books{NATS: nc, Counter: counter, Store: store}, hour: time.Now().UTC().Truncate(time.Hour)}
+	return &centre{t: t, on: s, nc: nc, js: js, sql: sql, books: Books{NATS: nc, Counter: counter, Store: store}, hour: time.Now().UTC().Truncate(time.Hour)}
+}
+
+// aggregator runs one until the test ends, or until it is stopped.
+func (c *centre) aggregator(log *slog.Logger) (stop func()) {
+	c.t.Helper()
+	var stack run.Stack
+	nc, err := Connect(c.t.Context(), c.on.NATS, "test", true, NewMetrics(), &stack, log)
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	if _, err := NewAggregator(c.t.Context(), c.on, nc, NewMetrics(), &stack, log); err != nil {
+		c.t.Fatal(err)
+	}
+	stop = sync.OnceFunc(func() {
+		if err := stack.Stop(StopTimeout); err != nil {
+			c.t.Error(err)
+		}
+	})
+	c.t.Cleanup(stop)
+	return stop
 }
 
 // afterKill is the report of what gw had counted when it was killed, as the next process seals it.
@@ -102,13 +129,18 @@ func (c *centre) report(seq uint64) *schemas.Report {
 func (c *centre) publish(seqs ...uint64) {
 	c.t.Helper()
 	for _, seq := range seqs {
-		body, err := schemas.EncodeReport(c.report(seq))
-		if err != nil {
-			c.t.Fatal(err)
-		}
-		if _, err := c.js.PublishMsg(c.t.Context(), &nats.Msg{Subject: schemas.UsagePrefix + "gw", Data: body, Header: nats.Header{"Content-Type": {schemas.ContentProtobuf}}}); err != nil {
-			c.t.Fatal(err)
-		}
+		c.send(c.report(seq))
+	}
+}
+
+func (c *centre) send(r *schemas.Report) {
+	c.t.Helper()
+	body, err := schemas.EncodeReport(r)
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	if _, err := c.js.PublishMsg(c.t.Context(), &nats.Msg{Subject: schemas.UsagePrefix + r.Gateway, Data: body, Header: nats.Header{"Content-Type": {schemas.ContentProtobuf}}}); err != nil {
+		c.t.Fatal(err)
 	}
 }
 
