@@ -6,6 +6,10 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
+	"net/url"
+	"os"
+	"path/filepath"
+	"strconv"
 	"strings"
 	"sync"
 	"testing"
@@ -15,6 +19,8 @@ import (
 	"github.com/nats-io/nats.go"
 	"github.com/nats-io/nats.go/jetstream"
 
+	"github.com/weirhq/weir/ingest/spool"
+	embedded "github.com/weirhq/weir/internal/embedded/nats"
 	"github.com/weirhq/weir/internal/natsx"
 	"github.com/weirhq/weir/schemas"
 )
@@ -227,6 +233,124 @@ func TestT4PutAgain(t *testing.T) {
 	p = newPublisher(t, nc, "gw")
 	if at, err := p.Put(t.Context(), report("old", 1, 1), true); err != nil || at != 6 {
 		t.Fatalf("Put = %d, %v, want message 6", at, err)
+	}
+}
+
+// T4: a server that comes back with an older copy of its store has lost reports that it acknowledged, some of which have no requests. All
+// of them come again, and the history has each once.
+func TestT4AnOlderCopyOfTheStream(t *testing.T) {
+	cfg := embedded.Config{Dir: filepath.Join(t.TempDir(), "store")}
+	srv, err := embedded.Start(cfg, quiet)
+	if err != nil {
+		t.Fatal(err)
+	}
+	u, err := url.Parse(srv.URL())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if cfg.Port, err = strconv.Atoi(u.Port()); err != nil {
+		t.Fatal(err)
+	}
+	restart := func(between func() error) {
+		t.Helper()
+		srv.Stop()
+		if err := between(); err != nil {
+			t.Fatal(err)
+		}
+		if srv, err = embedded.Start(cfg, quiet); err != nil {
+			t.Fatal(err)
+		}
+	}
+	defer func() { srv.Stop() }()
+	nc, js := connect(t, srv.URL())
+	declare(t, js)
+	p := newPublisher(t, nc, "gw")
+	kept, err := spool.Open(spool.Config{}, t.TempDir(), "gw", "boot", quiet, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = kept.Close() })
+	seq := uint64(0)
+	seal := func(allowed ...uint64) {
+		t.Helper()
+		seq++
+		r := report("boot", seq, allowed...)
+		if len(allowed) == 0 {
+			r.Tokens = []schemas.Tokens{{Rule: "contract", Key: "k", Tenant: "k", Mode: "enforce", RateNanos: 1e9, Capacity: 10, LimitRateNanos: 1e9, LimitBurst: 10, Taken: 1, Cum: seq, Window: time.Second}}
+		}
+		if err := errors.Join(kept.Append(r), kept.Commit(0)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	send := func() {
+		t.Helper()
+		for r, again := kept.Next(); r != nil; r, again = kept.Next() {
+			eventually(t, "it is acknowledged", func() bool {
+				ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+				defer cancel()
+				at, err := p.Put(ctx, r, again)
+				if err == nil {
+					kept.Sent(at)
+				}
+				return err == nil
+			})
+		}
+	}
+	seal(1)
+	send()
+	copied := filepath.Join(t.TempDir(), "copy")
+	restart(func() error { return os.CopyFS(copied, os.DirFS(cfg.Dir)) })
+	seal()
+	seal(1)
+	seal()
+	seal()
+	send()
+	restart(func() error { return errors.Join(os.RemoveAll(cfg.Dir), os.Rename(copied, cfg.Dir)) })
+	eventually(t, "the stream is there", func() bool {
+		_, err := js.Stream(t.Context(), schemas.UsageStream)
+		return err == nil
+	})
+	if n := messages(t, js, schemas.UsageStream); n != 1 {
+		t.Fatalf("the older copy has %d reports, want 1", n)
+	}
+	marks, err := NewMarks(nc, nil, quiet)
+	if err != nil {
+		t.Fatal(err)
+	}
+	begin(t, marks.Run)
+	l, err := NewLedger(Config{Name: "history", MaxDelay: 10 * time.Millisecond, Settled: marks.Settled}, nc, schemas.DecodeReport, quiet, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var mu sync.Mutex
+	has := map[uint64]int{}
+	begin(t, func(ctx context.Context) error {
+		return l.Consume(ctx, marks.After(func(_ context.Context, b schemas.Batch[*schemas.Report]) error {
+			mu.Lock()
+			defer mu.Unlock()
+			for _, it := range b.Items {
+				has[it.Value.Seq]++
+			}
+			return nil
+		}))
+	})
+	eventually(t, "the history has all, and the gateway knows", func() bool {
+		seal(1) // gateways go on, and so does the history
+		send()
+		if f, stored, err := p.Stored(t.Context()); err == nil {
+			kept.Stored(f, stored)
+			send()
+		}
+		mu.Lock()
+		defer mu.Unlock()
+		return has[1] > 0 && has[2] > 0 && has[3] > 0 && has[4] > 0 && has[5] > 0
+	})
+	mu.Lock()
+	defer mu.Unlock()
+	for n, times := range has {
+		if times != 1 {
+			t.Errorf("report %d came %d times", n, times)
+		}
 	}
 }
 

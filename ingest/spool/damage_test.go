@@ -434,7 +434,7 @@ func TestDamagedCountsAreKept(t *testing.T) {
 	}
 }
 
-// A file of counts that was cut off anywhere is told of and kept aside, and so is one whose header cannot be read; one that was being
+// A file of counts that was cut off anywhere is told of and kept aside, and so is one whose header cannot be read; one that was just
 // made, or is of before its length was written down, is not.
 func TestCountsThatWereCutOff(t *testing.T) {
 	cut := func(size int64) func(*testing.T, string) {
@@ -497,9 +497,9 @@ func TestCountsThatWereCutOff(t *testing.T) {
 		{"of before", full, both(clearAt(madeAt, 8), cut(1_100_000)), true, 500},
 		{"no header", full, clearAt(0, chunkBytes), false, 500},
 		{"zeros of a life with reports", full, write(make([]byte, 8192)), false, 500},
-		{"empty, being made", func(*Spool) {}, cut(0), true, 0},
-		{"zeros, being made", func(*Spool) {}, write(make([]byte, 8192)), true, 0},
-		{"a header, being made", func(*Spool) {}, both(clearAt(madeAt, 8), cut(chunkBytes)), true, 0},
+		{"0 of a life without reports", func(*Spool) {}, cut(0), false, 0},
+		{"zeros of a life without reports", func(*Spool) {}, write(make([]byte, 8192)), false, 0},
+		{"a header, just made", func(*Spool) {}, both(clearAt(madeAt, 8), cut(chunkBytes)), true, 0},
 		{"a life without reports", func(s *Spool) { count(s, 1, "live", 119) }, cut(5000), false, 0},
 	} {
 		t.Run(c.name, func(t *testing.T) {
@@ -532,6 +532,249 @@ func TestCountsThatWereCutOff(t *testing.T) {
 			}
 		})
 	}
+}
+
+// A file has its name once it has its beginning: one that is empty has lost something, also when nothing else is left of its life.
+func TestAnEmptyFileIsDamaged(t *testing.T) {
+	dir, segment := leave(t)
+	live := liveName(dir, "one")
+	if err := errors.Join(os.Truncate(segment, 0), os.Truncate(live, 0)); err != nil {
+		t.Fatal(err)
+	}
+	files := []string{filepath.Base(segment), filepath.Base(live)}
+	s, m, out := openNext(t, dir)
+	if n := testutil.ToFloat64(m.Damaged); n != 2 {
+		t.Errorf("%v damaged, want 2:\n%s", n, out.String())
+	}
+	if err := s.Close(); err != nil {
+		t.Fatal(err)
+	}
+	_, _, next := openNext(t, dir) // which counts from 0 again
+	for _, name := range files {
+		if !strings.Contains(out.String(), "file="+name) {
+			t.Errorf("nothing is told of %s:\n%s", name, out.String())
+		}
+		if _, err := os.Stat(filepath.Join(dir, aside+name)); err != nil {
+			t.Error(err)
+		}
+		if !strings.Contains(next.String(), aside+name) || strings.Count(next.String(), "level=WARN") != 1 {
+			t.Errorf("the next start does not tell of %s in its one warning:\n%s", name, next.String())
+		}
+	}
+}
+
+func TestCreateNamesWhatIsBegun(t *testing.T) {
+	dir := t.TempDir()
+	name := filepath.Join(dir, "0000000000000000-00000001.seg")
+	refused := errors.New("refused")
+	for _, want := range []error{refused, nil} {
+		f, err := create(name, func(f *os.File) error {
+			if _, err := f.WriteString("begun"); err != nil {
+				return err
+			}
+			if _, err := os.Stat(name); err == nil {
+				t.Error("it has its name before it is begun")
+			}
+			if names, err := segmentNames(dir, func(name string) { t.Errorf("%s is taken for a file of ours", name) }); err != nil || len(names) > 0 {
+				t.Errorf("names = %v, %v, want none", names, err)
+			}
+			return want
+		})
+		if !errors.Is(err, want) {
+			t.Fatalf("create = %v, want %v", err, want)
+		}
+		left, err := os.ReadDir(dir)
+		if err != nil || len(left) > 0 != (want == nil) {
+			t.Errorf("%v is left, %v, with %v", left, err, want)
+		}
+		if want == nil {
+			if _, err := f.WriteString(" and gone on"); err != nil {
+				t.Error(err)
+			}
+			if b, err := os.ReadFile(f.Name()); err != nil || string(b) != "begun and gone on" || f.Name() != name {
+				t.Errorf("%s = %q, %v", f.Name(), b, err)
+			}
+			_ = f.Close()
+		}
+	}
+	half := filepath.Join(dir, making+"live-one") // a kill
+	if err := errors.Join(os.Remove(name), os.WriteFile(half, nil, 0o600)); err != nil {
+		t.Fatal(err)
+	}
+	_, m, out := openNext(t, dir)
+	if _, err := os.Stat(half); err == nil || testutil.ToFloat64(m.Damaged) != 0 || out.Len() > 0 {
+		t.Errorf("%v damaged, want what a kill has left half made swept away without a word:\n%s", testutil.ToFloat64(m.Damaged), out.String())
+	}
+}
+
+// What a spool could not read is told to whoever asks, with what of it can be told, from when it is damaged until somebody takes the file
+// away, over any number of lives.
+func TestDamageIsToldUntilItIsTakenAway(t *testing.T) {
+	stored := &schemas.Stored{Boots: map[string]schemas.Ranges{"one": {{1, 100}}}}
+	told := func(dir string, want ...string) {
+		t.Helper()
+		all, err := Damaged(dir)
+		if err != nil || len(all) != len(want) {
+			t.Fatalf("Damaged = %+v, %v, want %d", all, err, len(want))
+		}
+		for i, w := range want {
+			text := fmt.Sprintf("%s of %s: %s", all[i].File, all[i].Boot, all[i].What)
+			for _, part := range strings.Split(w, "|") {
+				if !strings.Contains(text, part) {
+					t.Errorf("told %q, want %q in it", text, part)
+				}
+			}
+			if all[i].Aside != strings.HasPrefix(w, aside) || all[i].At.IsZero() {
+				t.Errorf("aside %t at %s with %q", all[i].Aside, all[i].At, text)
+			}
+		}
+	}
+	dir, segment := leave(t)
+	live := liveName(dir, "one")
+	told(dir)
+	info, err := os.Stat(segment)
+	if err != nil {
+		t.Fatal(err)
+	}
+	third := (info.Size() - segHead) / 3
+	// Cut at a commit, which only the life before knows, and counts cut off behind the header.
+	if err := errors.Join(os.Truncate(segment, segHead+2*third), os.Truncate(live, chunkBytes)); err != nil {
+		t.Fatal(err)
+	}
+	told(dir, filepath.Base(segment)+"|of one:|what followed its|reports 1 to 2", "live-one of one|1 places|of 0 requests|"+fmt.Sprint(chunkBytes)+" bytes of")
+	asides := []string{aside + filepath.Base(segment) + "|of one:|what followed its|reports 1 to 2", aside + "live-one of one|1 places"}
+	for i, boot := range []string{"two", "three", "four"} { // nothing can be sent in the first two
+		s := open(t, Config{}, dir, boot, nil)
+		if _, n := s.Len(); n != 1000 {
+			t.Errorf("life %s has %d requests to send, want 1000", boot, n)
+		}
+		told(dir, asides...)
+		if i == 2 {
+			s.Stored(schemas.Floor{Stream: "s"}, stored)
+			if _, err := os.Stat(segment); err == nil || s.Bytes() != 0 {
+				t.Errorf("%d bytes are kept though all is stored", s.Bytes())
+			}
+			told(dir, asides...)
+		}
+		if err := s.Close(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	told(dir, asides...)
+	names, err := filepath.Glob(filepath.Join(dir, aside+"*"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, name := range names {
+		if err := os.Remove(name); err != nil {
+			t.Fatal(err)
+		}
+	}
+	told(dir)
+
+	dir, segment = leave(t)
+	b, err := os.ReadFile(segment)
+	if err != nil {
+		t.Fatal(err)
+	}
+	b[segHead+third+headBytes+30] ^= 1 // in the second report
+	if err := os.WriteFile(segment, b[:len(b)-60], 0o600); err != nil {
+		t.Fatal(err)
+	}
+	told(dir, filepath.Base(segment)+"|of one:|in 1 places|the first at offset "+fmt.Sprint(segHead+third)+"|reports 1")
+
+	// What the first life has found is as it was, though the second may think that a kill has left it so.
+	dir = t.TempDir()
+	s := open(t, Config{}, dir, "one", nil)
+	add(t, s, 1, report("one", 1, 500))
+	add(t, s, 2, report("one", 2, 500))
+	segment = s.active.f.Name()
+	if err := errors.Join(s.Close(), os.Truncate(segment, segHead+third+50)); err != nil {
+		t.Fatal(err)
+	}
+	for _, boot := range []string{"two", "three"} {
+		if err := open(t, Config{}, dir, boot, nil).Close(); err != nil {
+			t.Fatal(err)
+		}
+		told(dir, aside+filepath.Base(segment)+"|50 bytes from offset "+fmt.Sprint(segHead+third)+" |reports 1")
+	}
+}
+
+// A gateway that counts and seals is not damaged, whenever somebody looks; nor is one that was killed.
+func TestARunningGatewayIsNotDamaged(t *testing.T) {
+	dir := t.TempDir()
+	s := open(t, Config{SegmentBytes: 64 << 10, sync: func(*os.File) error { return nil }}, dir, "one", nil)
+	stop, done := make(chan struct{}), make(chan struct{})
+	go func() {
+		defer close(done)
+		for seq := uint64(1); ; seq++ {
+			select {
+			case <-stop:
+				return
+			default:
+			}
+			count(s, uint32(seq), fmt.Sprint("t", seq), 3)
+			err := errors.Join(s.Append(report("one", 2*seq, 3)), s.write(), s.Append(report("one", 2*seq+1, 3)), s.write())
+			if seq%7 == 0 {
+				s.giveUp()
+				continue
+			}
+			if err = errors.Join(err, s.Commit(uint32(seq))); err != nil {
+				t.Error(err)
+				return
+			}
+			if seq%50 == 0 {
+				ids(s)
+				s.Stored(schemas.Floor{Stream: "s"}, &schemas.Stored{Boots: map[string]schemas.Ranges{"one": {{1, 2*seq - 20}}}})
+			}
+		}
+	}()
+	for range 200 {
+		if all, err := Damaged(dir); err != nil || len(all) > 0 {
+			t.Fatalf("Damaged = %+v, %v, want none", all, err)
+		}
+	}
+	close(stop)
+	<-done
+	if err := errors.Join(s.Append(report("one", 1<<40, 3)), s.write(), s.lock.Close()); err != nil { // a kill in the middle of a group
+		t.Fatal(err)
+	}
+	if all, err := Damaged(dir); err != nil || len(all) > 0 {
+		t.Errorf("Damaged after a kill = %+v, %v, want none", all, err)
+	}
+}
+
+// What cannot be told from damage at one look is looked at again, in a file that grows; counts that are written just now are not looked at.
+func TestWhatARunningGatewayIsWriting(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		dir := t.TempDir()
+		s := open(t, Config{}, dir, "one", nil)
+		count(s, 1, "live", 7)
+		if err := errors.Join(s.Append(report("none", 1, 7)), s.write()); err != nil { // of a life that has no counts on disk
+			t.Fatal(err)
+		}
+		chunk := s.live.taken[1][0]
+		chunk[chunkHead+entryBytes]++ // its entry is being replaced
+		go func() {
+			time.Sleep(lookAgain / 2)
+			if err := s.commit("one", 0); err != nil {
+				t.Error(err)
+			}
+		}()
+		if all, err := Damaged(dir); err != nil || len(all) > 0 {
+			t.Errorf("Damaged = %+v, %v, want none", all, err)
+		}
+		if err := errors.Join(s.Append(report("none", 2, 7)), s.write()); err != nil {
+			t.Fatal(err)
+		}
+		if all, err := Damaged(dir); err != nil || len(all) != 1 || !strings.HasSuffix(all[0].File, ".seg") {
+			t.Errorf("Damaged = %+v, %v, want the file that stays as it is", all, err)
+		}
+		_ = s.lock.Close()
+		if all, err := Damaged(dir); err != nil || len(all) != 2 || all[1].Boot != "one" {
+			t.Errorf("Damaged of a life that has ended = %+v, %v, want its counts as well", all, err)
+		}
+	})
 }
 
 // What is before the cut is delivered, to the last whole entry.

@@ -85,41 +85,25 @@ func bootOf(name string) (boot string, ok bool) {
 }
 
 // open makes the file. Its caller holds growing.
-func (l *live) open() (err error) {
+func (l *live) open() error {
 	name := liveName(l.dir, l.boot)
-	_ = os.Remove(name) // an attempt before
-	f, err := create(name, l.dir)
-	if err != nil {
-		return err
-	}
-	defer func() {
-		if err != nil {
-			err = errors.Join(err, f.Close(), os.Remove(name))
-		}
-	}()
-	h := make([]byte, headerCopy)
+	block := make([]byte, chunkBytes)
+	h := block[:headerCopy]
 	copy(h, liveMagic)
 	binary.LittleEndian.PutUint32(h[8:], l.seed)
 	copy(h[16:80], l.kernel)
 	binary.LittleEndian.PutUint32(h[124:], crc32.Checksum(h[:124], castagnoli))
-	// Zeros first, so that a file that is shorter and has anything in it was cut off, and not left while it was being made.
-	if _, err := f.Write(make([]byte, chunkBytes)); err != nil {
+	copy(block[2048:], h)
+	f, err := create(name, func(f *os.File) error {
+		_, err := f.Write(block)
 		return err
-	}
-	if err := f.Sync(); err != nil {
-		return err
-	}
-	for at := int64(0); at <= 2048; at += 2048 {
-		if _, err := f.WriteAt(h, at); err != nil {
-			return err
-		}
-	}
-	if err := f.Sync(); err != nil {
+	})
+	if err != nil {
 		return err
 	}
 	header, err := syscall.Mmap(int(f.Fd()), 0, chunkBytes, syscall.PROT_READ|syscall.PROT_WRITE, syscall.MAP_SHARED)
 	if err != nil {
-		return fmt.Errorf("map %s: %w", name, err)
+		return errors.Join(fmt.Errorf("map %s: %w", name, err), f.Close(), os.Remove(name))
 	}
 	l.f, l.size = f, chunkBytes
 	l.mu.Lock()
@@ -375,16 +359,6 @@ func openDead(name string) (*dead, error) {
 			held: bootKnown{uint32(binary.LittleEndian.Uint64(block[heldGenAt:])), binary.LittleEndian.Uint64(block[heldSeqAt:])}}, nil
 	}
 	return nil, errors.Join(errDamaged, f.Close())
-}
-
-// beingMade says whether a file without a header is one that was left while it was being made: see open.
-func beingMade(name string) (bool, error) {
-	f, err := os.Open(name)
-	if err != nil {
-		return false, err
-	}
-	b, err := io.ReadAll(io.LimitReader(f, chunkBytes+1))
-	return len(b) <= chunkBytes && zeros(b), errors.Join(err, f.Close())
 }
 
 // each calls f with every count of a generation above sealed, and returns the number of entries that are damaged, and one more where the

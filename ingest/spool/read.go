@@ -17,27 +17,33 @@ import (
 // Abandoned returns how many requests lie in the spool in dir, in reports and counts, when no process has it. Some of the reports
 // may be in the history already.
 func Abandoned(dir string) (requests uint64, err error) {
-	f, err := os.Open(filepath.Join(dir, "lock"))
-	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+	if held, err := inUse(dir); held || err != nil {
 		return 0, err
-	}
-	if err == nil {
-		held := syscall.Flock(int(f.Fd()), syscall.LOCK_SH|syscall.LOCK_NB)
-		if err := f.Close(); err != nil { // which gives it back
-			return 0, err
-		}
-		if errors.Is(held, syscall.EWOULDBLOCK) {
-			return 0, nil
-		}
-		if held != nil {
-			return 0, os.NewSyscallError("flock", held)
-		}
 	}
 	all, err := Read(dir, "")
 	for _, r := range all {
 		requests += r.Requests()
 	}
 	return requests, err
+}
+
+// inUse says whether a process has the spool in dir.
+func inUse(dir string) (bool, error) {
+	f, err := os.Open(filepath.Join(dir, "lock"))
+	if errors.Is(err, fs.ErrNotExist) {
+		return false, nil
+	}
+	if err != nil {
+		return false, err
+	}
+	held := syscall.Flock(int(f.Fd()), syscall.LOCK_SH|syscall.LOCK_NB)
+	if err := f.Close(); err != nil { // which gives it back
+		return false, err
+	}
+	if errors.Is(held, syscall.EWOULDBLOCK) {
+		return true, nil
+	}
+	return false, os.NewSyscallError("flock", held)
 }
 
 // Read returns what the spool in dir keeps, by boot and sequence number: the sealed reports that the history is not known to

@@ -4,6 +4,7 @@ import (
 	"crypto/rand"
 	"errors"
 	"fmt"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"slices"
@@ -50,6 +51,9 @@ func segmentNames(dir string, other func(name string)) ([]string, error) {
 	}
 	names := all[:0]
 	for _, name := range all {
+		if strings.HasPrefix(filepath.Base(name), aside) {
+			continue
+		}
 		if _, _, err := segmentID(name); err != nil {
 			other(filepath.Base(name))
 			continue
@@ -66,17 +70,15 @@ func segmentID(name string) (n uint64, seed uint32, err error) {
 }
 
 func (s *Spool) readSegments() (map[string]bootKnown, error) {
-	names, err := segmentNames(s.dir, func(name string) {
-		if strings.HasPrefix(name, aside) {
-			s.log.Warn("a damaged file lies in the spool until somebody takes it away", "file", name)
-			return
-		}
-		s.log.Error("a file that is none of ours is in the spool", "file", name)
-	})
+	names, err := segmentNames(s.dir, func(name string) { s.log.Error("a file that is none of ours is in the spool", "file", name) })
 	if err != nil {
 		return nil, err
 	}
-	lives, err := s.lives()
+	lives, err := lives(s.dir)
+	if err != nil {
+		return nil, err
+	}
+	wasAside, err := s.sweep()
 	if err != nil {
 		return nil, err
 	}
@@ -98,19 +100,19 @@ func (s *Spool) readSegments() (map[string]bootKnown, error) {
 			s.note(newer, fmt.Errorf("%s: %w", filepath.Base(name), err))
 			continue
 		}
-		seg := &segment{seed: seed, size: int64(len(b))}
-		if ordinary(c, seg, lives, i == len(names)-1) {
-			if c.end < seg.size { // a group that was being written when the process was killed: its counts are where they were
-				if err := os.Truncate(name, c.end); err != nil {
-					return nil, err
-				}
-				seg.size = c.end
-			}
-		} else {
+		seg := &segment{seed: seed, size: int64(len(b)), damaged: slices.Contains(wasAside, aside+filepath.Base(name))}
+		switch {
+		case !ordinary(c, seg, lives, i == len(names)-1):
 			c.damage = append(c.damage, span{c.end, seg.size - c.end})
+		case c.end < seg.size && !seg.damaged: // a group that was being written when the process was killed: its counts are where they were
+			if err := os.Truncate(name, c.end); err != nil {
+				return nil, err
+			}
+			seg.size = c.end
 		}
 		if len(c.damage) > 0 {
 			seg.damaged = true
+			_ = os.Link(name, filepath.Join(s.dir, aside+filepath.Base(name))) // for who asks, and for the next life, which may not see it; else when it is done
 			s.m.Damaged.Add(float64(len(c.damage)))
 			var requests uint64
 			for _, r := range c.tail {
@@ -145,9 +147,9 @@ func (s *Spool) readSegments() (map[string]bootKnown, error) {
 	return known, nil
 }
 
-// lives are the headers of the files of counts, by boot.
-func (s *Spool) lives() (map[string]*dead, error) {
-	names, err := filepath.Glob(filepath.Join(s.dir, "live-*"))
+// lives are the headers of the files of counts in dir, by boot.
+func lives(dir string) (map[string]*dead, error) {
+	names, err := filepath.Glob(filepath.Join(dir, "live-*"))
 	if err != nil {
 		return nil, err
 	}
@@ -169,11 +171,10 @@ func (s *Spool) lives() (map[string]*dead, error) {
 // of a group that never was committed. That can be in the last file only. A life writes down the number of its last report
 // once that is synced, beside its counts: up to this number nothing may be missing. It also writes down how long its last file is.
 //
-// A file without anything in it is one that was just begun, if it is the last one. What cannot be told from that: the last one, cut to
-// nothing when the counts of its life are gone, or after a power cut; and, the other way, an older one that a failing disk has left
-// empty and would not remove, or to which a power cut left nothing for it held buckets alone, which is told as damage.
+// A file that was just begun has a header: see create. What cannot be told from that: the last one, cut to its header when the counts
+// of its life are gone, or after a power cut.
 func ordinary(c contents, seg *segment, lives map[string]*dead, last bool) bool {
-	if seg.size < segHead && !last {
+	if seg.size < segHead {
 		return false
 	}
 	for _, d := range lives {
@@ -243,13 +244,6 @@ func (s *Spool) take(l *life) (reports int, err error) {
 		s.note(newer, fmt.Errorf("%s: %w", filepath.Base(l.name), err))
 		return 0, nil
 	case errors.Is(err, errDamaged):
-		made, err := beingMade(l.name)
-		if err != nil {
-			return 0, err
-		}
-		if made && l.known == (bootKnown{}) { // a life that has sealed something had made it, save on a disk that was full at first
-			return 0, os.Remove(l.name)
-		}
 		s.m.Damaged.Inc()
 		s.log.Error("a file of counts is damaged, or cut off: the usage in it is not delivered, and it is kept aside", "file", filepath.Base(l.name), "as", aside+filepath.Base(l.name))
 		return 0, s.setAside(l.name)
@@ -273,7 +267,34 @@ func (s *Spool) take(l *life) (reports int, err error) {
 const aside = "damaged-"
 
 func (s *Spool) setAside(name string) error {
-	return os.Rename(name, filepath.Join(s.dir, aside+filepath.Base(name)))
+	to := filepath.Join(s.dir, aside+filepath.Base(name))
+	if err := os.Link(name, to); err != nil && !errors.Is(err, fs.ErrExist) { // a disk that knows no links
+		return os.Rename(name, to)
+	}
+	return os.Remove(name)
+}
+
+// sweep takes away what a kill has left half made, and tells of what was set aside: names are those.
+func (s *Spool) sweep() (names []string, err error) {
+	half, err := filepath.Glob(filepath.Join(s.dir, making+"*"))
+	if err != nil {
+		return nil, err
+	}
+	for _, name := range half {
+		if err := os.Remove(name); err != nil {
+			return nil, err
+		}
+	}
+	if names, err = filepath.Glob(filepath.Join(s.dir, aside+"*")); err != nil {
+		return nil, err
+	}
+	for i := range names {
+		names[i] = filepath.Base(names[i])
+	}
+	if len(names) > 0 {
+		s.log.Warn("damaged files of earlier lives lie in the spool: usage that was in them is not delivered, and history verify says so until somebody has looked and takes them away", "files", names)
+	}
+	return names, nil
 }
 
 // bury seals the counts of d above what is known to be sealed, and makes that known.

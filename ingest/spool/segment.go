@@ -8,6 +8,8 @@ import (
 	"hash/crc32"
 	"io"
 	"os"
+	"path/filepath"
+	"strings"
 
 	"github.com/weirhq/weir/schemas"
 )
@@ -162,7 +164,7 @@ func scan(b []byte, seed uint32) (c contents, err error) {
 		if v := binary.LittleEndian.Uint32(header[8:]); v != version {
 			return c, fmt.Errorf("%w: version %d, want %d", errNewer, v, version)
 		}
-	case len(header) < segHead && bytes.HasPrefix(appendHeader(nil), header), zeros(b): // it was being made
+	case len(header) < segHead: // create makes none
 		c.torn, c.cut = span{0, int64(len(b))}, true
 		return c, nil
 	default:
@@ -250,13 +252,33 @@ func readReport(f io.ReaderAt, seed uint32, at int64, size int) (*schemas.Report
 
 func decodeReport(rec record) (*schemas.Report, error) { return schemas.DecodeSealed(rec.body) }
 
-// create makes a file that is not there yet, and sees to it that its name outlives a power cut.
-func create(name, dir string) (*os.File, error) {
-	f, err := os.OpenFile(name, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
-	if err != nil {
+// making is before the name of a file that create is at.
+const making = "new-"
+
+// create makes a file that begins with what fill writes. It has its name when all of that is on disk, and keeps it over a power cut: no
+// crash leaves one that is empty, or without its header.
+func create(name string, fill func(*os.File) error) (f *os.File, err error) {
+	dir, base := filepath.Split(name)
+	being := filepath.Join(dir, making+strings.TrimSuffix(base, ".seg"))
+	if f, err = os.OpenFile(being, os.O_WRONLY|os.O_CREATE|os.O_TRUNC, 0o600); err != nil {
 		return nil, err
 	}
-	if err := syncDir(dir); err != nil {
+	if err = fill(f); err == nil {
+		err = f.Sync()
+	}
+	if err = errors.Join(err, f.Close()); err == nil {
+		err = os.Rename(being, name)
+	}
+	if err != nil {
+		return nil, errors.Join(err, os.Remove(being))
+	}
+	if err = syncDir(dir); err == nil {
+		f, err = os.OpenFile(name, os.O_RDWR, 0)
+	}
+	if err != nil {
+		return nil, errors.Join(err, os.Remove(name))
+	}
+	if _, err = f.Seek(0, io.SeekEnd); err != nil {
 		return nil, errors.Join(err, f.Close(), os.Remove(name))
 	}
 	return f, nil

@@ -137,6 +137,7 @@ type Spool struct {
 	unsent   []*entry
 	requests uint64   // in unsent
 	waiting  []*entry // in the stream, and not known to be in the history
+	buckets  []*entry // the same, of buckets alone, which are let go of first
 	life     string   // of the stream, as the history knows it
 	trouble  map[string]bool
 	refused  time.Time // the last group that the disk did not take
@@ -262,18 +263,19 @@ const (
 // probe asks the disk to keep so many bytes.
 func (s *Spool) probe(size int64) error {
 	name := filepath.Join(s.dir, "probe")
-	_ = os.Remove(name) // one that a kill has left
-	f, err := create(name, s.dir)
+	f, err := create(name, func(f *os.File) (err error) {
+		for zeros := make([]byte, min(size, 256<<10)); size > 0 && err == nil; size -= int64(len(zeros)) {
+			_, err = f.Write(zeros[:min(size, int64(len(zeros)))])
+		}
+		if err == nil {
+			err = s.cfg.sync(f)
+		}
+		return err
+	})
 	if err != nil {
 		return err
 	}
-	for zeros := make([]byte, min(size, 256<<10)); size > 0 && err == nil; size -= int64(len(zeros)) {
-		_, err = f.Write(zeros[:min(size, int64(len(zeros)))])
-	}
-	if err == nil {
-		err = s.cfg.sync(f)
-	}
-	return errors.Join(err, f.Close(), os.Remove(name))
+	return errors.Join(f.Close(), os.Remove(name))
 }
 
 // asked notes whether the disk has taken so many bytes of a group. Trouble ends when it takes as much as it has refused: what is smaller
@@ -300,12 +302,20 @@ func (s *Spool) Cell(lane int, generation uint32, first int64, tenant, route, ru
 // Seq is the sequence number of the last report of this boot.
 func (s *Spool) Seq() uint64 { return s.seq }
 
+// keepBuckets is how many reports of buckets alone, without requests, wait for the history: a quarter of an hour of a gateway whose
+// buckets are hot all the time, in under 2 MB of memory.
+const keepBuckets = 10_000
+
 // Full says that the files have reached their size, or that the disk takes nothing and reports wait that are to go first. Before the
 // size is reached, reports that are in the stream are let go of: the history may be away for days, and what they protect from is a
-// stream that loses what it has acknowledged.
+// stream that loses what it has acknowledged. Those of buckets alone go at half the size, the oldest first: the next one of its buckets
+// says more.
 func (s *Spool) Full() bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	for s.bytes >= s.cfg.MaxBytes/2 && len(s.buckets) > 0 {
+		s.done(s.popBuckets())
+	}
 	forgotten := 0
 	for ; s.bytes >= s.cfg.MaxBytes && forgotten < len(s.waiting); forgotten++ {
 		s.done(s.waiting[forgotten])
@@ -378,7 +388,7 @@ func (s *Spool) append(r *schemas.Report) (err error) {
 	if err := s.begin(); err != nil {
 		return err
 	}
-	at := max(s.groupAt, segHead)
+	at := s.groupAt
 	if n := len(s.group); n > 0 {
 		at = s.group[n-1].at + int64(s.group[n-1].size)
 	}
@@ -411,21 +421,23 @@ func (s *Spool) begin() error {
 	if active == nil {
 		var seed [4]byte
 		_, _ = rand.Read(seed[:])
-		seg := &segment{seed: binary.LittleEndian.Uint32(seed[:])}
+		seg := &segment{seed: binary.LittleEndian.Uint32(seed[:]), size: segHead}
 		var err error
-		if seg.f, err = create(filepath.Join(s.dir, fmt.Sprintf("%016x-%08x.seg", s.nextID, seg.seed)), s.dir); err != nil {
+		if seg.f, err = create(filepath.Join(s.dir, fmt.Sprintf("%016x-%08x.seg", s.nextID, seg.seed)), func(f *os.File) error {
+			_, err := f.Write(appendHeader(nil))
+			return err
+		}); err != nil {
 			return err
 		}
 		s.nextID++
 		s.mu.Lock()
 		s.active, active = seg, seg
+		s.bytes += seg.size
+		s.m.Bytes.Add(float64(seg.size))
 		s.mu.Unlock()
 	}
 	s.groupAt = active.size
 	s.buf = s.buf[:0]
-	if s.groupAt == 0 {
-		s.buf = appendHeader(s.buf)
-	}
 	return nil
 }
 
@@ -617,6 +629,14 @@ func (s *Spool) pop() *entry {
 	return e
 }
 
+// popBuckets takes out the head of buckets. Its caller holds mu.
+func (s *Spool) popBuckets() *entry {
+	e := s.buckets[0]
+	s.buckets[0] = nil
+	s.buckets = s.buckets[1:]
+	return e
+}
+
 // done lets go of a report. Its caller holds mu.
 func (s *Spool) done(e *entry) {
 	e.report = nil
@@ -640,19 +660,23 @@ func (s *Spool) remove(seg *segment) {
 	s.m.Bytes.Sub(float64(seg.size))
 }
 
-// Sent says that Next's report is in the stream. One without requests is done then: the next one of its buckets says
-// more. So is one that is in memory only.
+// Sent says that Next's report is in the stream. One that is in memory only is done then.
 func (s *Spool) Sent(place uint64) (first bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	e := s.pop()
 	first = !e.sent
 	e.place, e.report, e.sent, e.again = place, nil, true, false
-	if e.requests == 0 || e.seg == nil {
+	switch {
+	case e.seg == nil:
 		s.done(e)
-		return first
+	case e.requests > 0:
+		s.waiting = append(s.waiting, e)
+	default:
+		if s.buckets = append(s.buckets, e); len(s.buckets) > keepBuckets {
+			s.done(s.popBuckets())
+		}
 	}
-	s.waiting = append(s.waiting, e)
 	return first
 }
 
@@ -694,8 +718,7 @@ func (s *Spool) Stored(f schemas.Floor, stored *schemas.Stored) (again int) {
 		unsent = append(unsent, e)
 	}
 	s.unsent = unsent
-	waiting := s.waiting[:0]
-	for _, e := range s.waiting {
+	settled := func(e *entry) bool {
 		switch {
 		case stored.Has(e.boot, e.seq):
 			s.done(e)
@@ -705,11 +728,11 @@ func (s *Spool) Stored(f schemas.Floor, stored *schemas.Stored) (again int) {
 			s.enqueue(e)
 			again++
 		default:
-			waiting = append(waiting, e)
+			return false
 		}
+		return true
 	}
-	clear(s.waiting[len(waiting):])
-	s.waiting = waiting
+	s.waiting, s.buckets = slices.DeleteFunc(s.waiting, settled), slices.DeleteFunc(s.buckets, settled)
 	return again
 }
 
@@ -717,7 +740,7 @@ func (s *Spool) Stored(f schemas.Floor, stored *schemas.Stored) (again int) {
 func (s *Spool) Unconfirmed() int {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return len(s.waiting)
+	return len(s.waiting) + len(s.buckets)
 }
 
 // Filled is signalled after a Commit.
@@ -803,7 +826,7 @@ func (s *Spool) Close() error {
 		files[s.active.f] = true
 		errs = append(errs, s.active.f.Sync())
 	}
-	for _, e := range append(slices.Clone(s.unsent), s.waiting...) {
+	for _, e := range slices.Concat(s.unsent, s.waiting, s.buckets) {
 		if e.seg != nil {
 			files[e.seg.f] = true
 		}

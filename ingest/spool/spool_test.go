@@ -402,15 +402,56 @@ func TestWhatTheHistoryLacksIsSentAgain(t *testing.T) {
 	})
 }
 
-// A report of buckets is done when the stream has it; one that the server will not take does not hold up the others.
-func TestBucketsDoNotWaitAndTheTooLargeGoesLast(t *testing.T) {
-	s := open(t, Config{}, t.TempDir(), "one", nil)
-	add(t, s, 0, &schemas.Report{Boot: "one", Seq: 1, Tokens: []schemas.Tokens{{Rule: "r", Key: "k", Cum: 1}}})
-	s.Next()
-	s.Sent(1)
-	if n := s.Unconfirmed(); n != 0 {
-		t.Errorf("%d wait for the history, want 0", n)
+func ofBuckets(seq uint64) *schemas.Report {
+	return &schemas.Report{Boot: "one", Seq: seq, SealedAt: time.Unix(1.8e9, 0).UTC(), Tokens: []schemas.Tokens{{Rule: "r", Key: "k", Cum: seq}}}
+}
+
+// Reports of buckets alone wait for the history as all others do, and are let go of first: the oldest, where there are many, and all, where
+// the files have half of their size.
+func TestBucketsAreLetGoOfFirst(t *testing.T) {
+	m := NewMetrics(prometheus.NewRegistry())
+	s := open(t, Config{MaxBytes: 4 << 20, sync: func(*os.File) error { return nil }}, t.TempDir(), "one", m)
+	seq := uint64(0)
+	next := func(requests bool) {
+		seq++
+		if requests {
+			add(t, s, uint32(seq), report("one", seq, 1))
+		} else {
+			add(t, s, 0, ofBuckets(seq))
+		}
 	}
+	next(true)
+	for range keepBuckets + 5 {
+		next(false)
+		s.Full()
+	}
+	ids(s)
+	if n := s.Unconfirmed(); n != keepBuckets+1 || s.buckets[0].seq != 7 {
+		t.Errorf("%d reports wait for the history, those of buckets from %d, want %d and 7", n, s.buckets[0].seq, keepBuckets+1)
+	}
+	if n := s.Stored(schemas.Floor{Stream: "s", Seq: 1}, &schemas.Stored{Boots: map[string]schemas.Ranges{"one": {{1, seq - 2}}}}); n != 2 {
+		t.Errorf("%d are sent again, want the two that the history lacks", n)
+	}
+	if got := fmt.Sprint(ids(s)); got != fmt.Sprintf("[one-%d one-%d]", seq-1, seq) {
+		t.Errorf("sent again: %s", got)
+	}
+	for s.Bytes() < 2<<20 {
+		next(true)
+		next(false)
+	}
+	ids(s)
+	if buckets, all := len(s.buckets), s.Unconfirmed(); buckets < 1000 || all < 2*buckets-10 {
+		t.Fatalf("%d of %d that wait are of buckets", buckets, all)
+	}
+	waiting := len(s.waiting)
+	if s.Full() || len(s.buckets) != 0 || s.Unconfirmed() != waiting || testutil.ToFloat64(m.Forgotten) != 0 {
+		t.Errorf("full %t; %d reports of buckets and %d of requests wait at half the size, want 0 and %d", s.Full(), len(s.buckets), s.Unconfirmed(), waiting)
+	}
+}
+
+// One that the server will not take does not hold up the others.
+func TestTheTooLargeGoesLast(t *testing.T) {
+	s := open(t, Config{}, t.TempDir(), "one", nil)
 	add(t, s, 1, report("one", 2, 1), report("one", 3, 1))
 	s.Next()
 	s.Skip()

@@ -35,7 +35,7 @@ const (
 
 // Difference is where two accounts of the same requests do not agree.
 type Difference struct {
-	Between string    `json:"between"` // which accounts: "reports", "usage", "tokens", "redis", or a roll-up
+	Between string    `json:"between"` // which accounts: "journals", "reports", "usage", "tokens", "redis", or a roll-up
 	Cause   string    `json:"cause"`
 	Gateway string    `json:"gateway,omitempty"`
 	Boot    string    `json:"boot,omitempty"`
@@ -72,8 +72,8 @@ type Untold struct {
 	Tokens  uint64    `json:"tokens"`
 }
 
-// Journal is what a gateway keeps of its own: the reports that it has not been told are stored.
-type Journal func(context.Context) ([]*schemas.Report, error)
+// Journal is what a gateway keeps of its own: the reports that it has not been told are stored, and what it could not read of them.
+type Journal struct{ gateway, dir string }
 
 // Journals are those of the gateways whose state is under data, a gateway's --data folder.
 func Journals(data string) ([]Journal, error) {
@@ -86,9 +86,7 @@ func Journals(data string) ([]Journal, error) {
 	}
 	var all []Journal
 	for _, dir := range dirs {
-		all = append(all, func(context.Context) ([]*schemas.Report, error) {
-			return spool.Read(dir, filepath.Base(filepath.Dir(dir)))
-		})
+		all = append(all, Journal{filepath.Base(filepath.Dir(dir)), dir})
 	}
 	return all, nil
 }
@@ -120,7 +118,7 @@ func Reconcile(ctx context.Context, b Books, from, to time.Time) (Reconciliation
 	if err != nil {
 		return r, err
 	}
-	for _, compare := range []func(context.Context, *Reconciliation, *outside) error{b.reports, b.usage, b.tokens, b.redis, b.rollups} {
+	for _, compare := range []func(context.Context, *Reconciliation, *outside) error{b.journals, b.reports, b.usage, b.tokens, b.redis, b.rollups} {
 		if err := compare(ctx, &r, known); err != nil {
 			return r, err
 		}
@@ -210,7 +208,7 @@ func (b Books) outside(ctx context.Context, from, to time.Time) (*outside, error
 		o.reports[id] = unstored{cause: cause, detail: fmt.Sprintf("report %d", r.Seq) + detail, requests: requests}
 	}
 	for i, journal := range b.Journals {
-		reports, err := journal(ctx)
+		reports, err := spool.Read(journal.dir, journal.gateway)
 		if err != nil {
 			return nil, fmt.Errorf("read journal %d: %w", i+1, err)
 		}
@@ -333,6 +331,26 @@ func sum(a int64, b uint64) int64 {
 		return math.MaxInt64
 	}
 	return a + int64(b)
+}
+
+// journals tells of what gateways had and cannot read. No account says of which hours that was: it is told whichever are looked at, until
+// somebody has taken the file away.
+func (b Books) journals(_ context.Context, r *Reconciliation, _ *outside) error {
+	for i, j := range b.Journals {
+		all, err := spool.Damaged(j.dir)
+		if err != nil {
+			return fmt.Errorf("read journal %d: %w", i+1, err)
+		}
+		for _, d := range all {
+			until := "told until somebody has looked and taken the file away, see docs/operations.md"
+			if !d.Aside {
+				until = "leave the file to the gateway, whose next start delivers the rest of it"
+			}
+			r.add(Difference{Between: "journals", Cause: CauseLost, Gateway: j.gateway, Boot: d.Boot, Hour: d.At.Truncate(time.Hour),
+				Detail: fmt.Sprintf("%s: %s; %s", d.File, d.What, until)})
+		}
+	}
+	return nil
 }
 
 // reports looks for holes in the numbers of reports, and for reports with usage of that time that are elsewhere.

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"log/slog"
 	"math"
+	"os"
 	"path/filepath"
 	"regexp"
 	"slices"
@@ -259,6 +260,79 @@ func TestReconcile(t *testing.T) {
 	c.becomes("")
 	c.exec("INSERT INTO usage SELECT * REPLACE (99 AS entry) FROM usage WHERE seq = 2 LIMIT 1")
 	c.becomesLike("usage doubled 4/2")
+}
+
+// What a gateway had and cannot read is lost, whatever the accounts of the others say, until somebody has taken the file away; a gateway
+// that writes into its journal has lost nothing.
+func TestReconcileTellsOfADamagedJournal(t *testing.T) {
+	c := newCentre(t)
+	data, log := t.TempDir(), slog.New(slog.DiscardHandler)
+	dir := filepath.Join(data, "gateways", "gw", "spool")
+	kept, err := spool.Open(spool.Config{}, dir, "gw", "boot", log, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = kept.Close() })
+	for seq := uint64(1); seq <= 3; seq++ {
+		if err := errors.Join(kept.Append(c.report(seq)), kept.Commit(uint32(seq))); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if c.books.Journals, err = Journals(data); err != nil {
+		t.Fatal(err)
+	}
+	c.publish(1)
+	c.becomesStored(1)
+	c.becomes("reports late 0/2")
+	if err := kept.Close(); err != nil {
+		t.Fatal(err)
+	}
+	for _, pattern := range []string{"*.seg", "live-*"} {
+		names, err := filepath.Glob(filepath.Join(dir, pattern))
+		if err != nil || len(names) != 1 {
+			t.Fatal(names, err)
+		}
+		info, err := os.Stat(names[0])
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := os.Truncate(names[0], info.Size()*2/3); err != nil {
+			t.Fatal(err)
+		}
+	}
+	c.becomes("journals lost 0/0, reports late 0/2") // one that no gateway has found: both files
+	if kept, err = spool.Open(spool.Config{}, dir, "gw", "next", log, nil); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = kept.Close() })
+	c.publish(2) // what could be read, and 3 is nowhere
+	c.becomesStored(2)
+	kept.Stored(schemas.Floor{Stream: "s"}, &schemas.Stored{Boots: map[string]schemas.Ranges{"boot": {{1, 2}}}})
+	r := c.becomes("journals lost 0/0")
+	if len(r.Differences) != 2 {
+		t.Fatalf("differences = %+v, want two", r.Differences)
+	}
+	for i, part := range []string{".seg: |reports 1 to 2", "damaged-live-boot: "} {
+		d := r.Differences[i]
+		for _, p := range append(strings.Split(part, "|"), "damaged-", "operations.md") {
+			if !strings.Contains(d.Detail, p) {
+				t.Errorf("detail %q, want %q in it", d.Detail, p)
+			}
+		}
+		if d.Gateway != "gw" || d.Boot != "boot" || !d.Hour.Equal(time.Now().UTC().Truncate(time.Hour)) && !d.Hour.Equal(c.hour) {
+			t.Errorf("difference = %+v", d)
+		}
+	}
+	names, err := filepath.Glob(filepath.Join(dir, "damaged-*"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, name := range names {
+		if err := os.Remove(name); err != nil {
+			t.Fatal(err)
+		}
+	}
+	c.becomes("")
 }
 
 // Rows that no report tells of are a difference, and so is a life of which only the roll-ups know. What there is nothing to
