@@ -89,9 +89,11 @@ in usage, none of which is without its report; what was taken of each bucket wit
 and in Redis, as far as Redis still has it; and the roll-ups with the ledger. It says "equal", or each difference with its cause: in
 flight, late, refused (a dead letter, whatever its reason, that is not stored), lost or doubled, or between which of these it cannot tell. A letter that
 cannot be taken for a report is in the hour in which it arrived; one that does not say which report it is may be one that is called
-lost. Where there was nothing to compare with, in Redis or for want of --journal, it says so. No difference, and said apart: what
-the buckets of a process that ended before it had sealed all that it counted gave after their last report, which Redis never hears
-of. The table has 50 at most of the differences of one hour, cause and boot, and says how many more there are; -o json has all.
+lost. A file in a --journal that cannot be read whole is lost, whichever hours are looked at, until somebody has taken it away; its
+hour is that in which it was last written. Where there was nothing to compare with, in Redis or for want of --journal, it says so. No
+difference, and said apart: what the buckets of a process that ended before it had sealed all that it counted gave after their last
+report, which Redis never hears of. The table has 50 at most of the differences of one hour, cause and boot, and says how many more
+there are; -o json has all.
 It exits 0 when all is equal, 1 when something differs, 3 when a server is unreachable. Hours that are not over are left out
 unless --to names one.`,
 		Example: "  weir history verify --last 24h\n  weir history verify --from 2026-11-29T10:00:00Z --to 2026-11-29T11:00:00Z --journal /var/lib/weir -o json",

@@ -40,7 +40,7 @@ var settings = map[string]setting{
 	"gateway-addr": {"gateway-addr", "WEIR_GATEWAY_ADDR", "listener of the gateway", "127.0.0.1:8080"},
 	"check-addr":   {"check-addr", "WEIR_CHECK_ADDR", "listener of the check API", "127.0.0.1:8081"},
 	"metrics-addr": {"metrics-addr", "WEIR_METRICS_ADDR", "listener of /livez, /readyz and /metrics", "127.0.0.1:9090"},
-	"spool-max":    {"spool-max", "WEIR_SPOOL_MAX", "bytes of usage reports that a gateway keeps on disk until the history has them", "1GiB"},
+	"spool-max":    {"spool-max", "WEIR_SPOOL_MAX", "bytes of usage reports that a gateway keeps on disk until the history has them; the last ones may go over it, and up to 256 MiB of counts are beside it", "1GiB"},
 	"log-level":    {"log-level", "WEIR_LOG_LEVEL", "debug, info, warn or error", "info"},
 }
 
