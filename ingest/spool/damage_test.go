@@ -764,6 +764,7 @@ func TestWhatARunningGatewayIsWriting(t *testing.T) {
 		if all, err := Damaged(dir); err != nil || len(all) > 0 {
 			t.Errorf("Damaged = %+v, %v, want none", all, err)
 		}
+		synctest.Wait()
 		if err := errors.Join(s.Append(report("none", 2, 7)), s.write()); err != nil {
 			t.Fatal(err)
 		}
