@@ -115,22 +115,23 @@ type Aggregator struct {
 	m       *Metrics
 	learned time.Time // from here on the fleet is known
 
-	mu        sync.Mutex           // guards what follows
-	fleet     map[string]time.Time // when each gateway was last heard
-	left      map[string]departure // gateways that said that they stop, for as long as their last reports may come
-	keys      map[Key]*entry       // keys of which some gateway holds a share it would not guess
-	degraded  time.Time            // since when the counter does not answer; zero while it does
-	answer    time.Time            // when it last answered one of our calls
-	silent    bool                 // Config.Silent says that it is away, too
-	castLost  int                  // updates not sent since the last word about it
-	epoch     uint64               // of this centre; 0 before it has one
-	behind    bool                 // the last batch of reports was not folded
-	believe   time.Time            // until then gateways are listened to, and no limit is divided
-	patience  time.Time            // and no longer than until then, whatever is to be heard yet
-	awake     time.Time            // when the process was seen to run last; zero while Run does not
-	said      bool                 // the fleet was told that nothing is granted
-	fewer     bool                 // a gateway left, and the fleet was not told
-	delays    map[string]*delay    // of each gateway's reports
+	mu        sync.Mutex            // guards what follows
+	fleet     map[string]time.Time  // when each gateway was last heard
+	left      map[string]departure  // gateways that said that they stop, for as long as their last reports may come
+	names     map[string]*namesakes // processes that send the heartbeats of each gateway
+	keys      map[Key]*entry        // keys of which some gateway holds a share it would not guess
+	degraded  time.Time             // since when the counter does not answer; zero while it does
+	answer    time.Time             // when it last answered one of our calls
+	silent    bool                  // Config.Silent says that it is away, too
+	castLost  int                   // updates not sent since the last word about it
+	epoch     uint64                // of this centre; 0 before it has one
+	behind    bool                  // the last batch of reports was not folded
+	believe   time.Time             // until then gateways are listened to, and no limit is divided
+	patience  time.Time             // and no longer than until then, whatever is to be heard yet
+	awake     time.Time             // when the process was seen to run last; zero while Run does not
+	said      bool                  // the fleet was told that nothing is granted
+	fewer     bool                  // a gateway left, and the fleet was not told
+	delays    map[string]*delay     // of each gateway's reports
 	weights   weights
 	planAgain time.Time         // before it no key is planned for a snapshot; see planPause
 	waiting   map[Key]time.Time // keys kept by grants, of which a gateway waits for a token that there is at this time
@@ -153,7 +154,7 @@ func New(cfg Config, counter Counter, caster Caster, log *slog.Logger, m *Metric
 	}
 	now := cfg.Now()
 	return &Aggregator{cfg: cfg, counter: counter, caster: caster, log: log, m: m, learned: now.Add(cfg.Learn), patience: now.Add(max(cfg.Learn, 0) + patience),
-		fleet: make(map[string]time.Time), left: make(map[string]departure), keys: make(map[Key]*entry), waiting: make(map[Key]time.Time), delays: make(map[string]*delay), wake: make(chan struct{}, 1), keepaliveAt: now.Add(cmp.Or(max(cfg.Learn, 0), cfg.Keepalive)), digestAt: now.Add(cfg.Digest)}
+		fleet: make(map[string]time.Time), left: make(map[string]departure), names: make(map[string]*namesakes), keys: make(map[Key]*entry), waiting: make(map[Key]time.Time), delays: make(map[string]*delay), wake: make(chan struct{}, 1), keepaliveAt: now.Add(cmp.Or(max(cfg.Learn, 0), cfg.Keepalive)), digestAt: now.Add(cfg.Digest)}
 }
 
 // Reports folds a batch and casts the shares that change. It is the handler of the throttle consumer: after an error the batch
@@ -267,6 +268,7 @@ func (a *Aggregator) Heartbeat(h *schemas.Heartbeat, arrived time.Time) {
 		return
 	}
 	a.saw(h.Gateway, arrived)
+	a.spoke(h.Gateway, h.Boot, arrived)
 	if h.ClockKnown {
 		a.m.ClockOffset.WithLabelValues(h.Gateway).Set(h.ClockOffset.Seconds())
 	}

@@ -12,6 +12,49 @@ type departure struct {
 	at   time.Time
 }
 
+// life is one process of a gateway's name.
+type life struct {
+	boot        string
+	first, last time.Time // sign of it
+}
+
+// namesakes are the processes of one name that live, the one that was heard last at the end: one, unless two gateways were given one name.
+type namesakes struct {
+	lives  []life // at most maxLives
+	warned time.Time
+}
+
+const (
+	maxLives  = 4
+	warnAgain = time.Minute
+)
+
+// heard notes a sign of life of boot, and says whether another has spoken since its last one. Those that were silent for expiry are
+// forgotten.
+func (n *namesakes) heard(boot string, at time.Time, expiry time.Duration) (inTurns bool) {
+	n.lives = slices.DeleteFunc(n.lives, func(l life) bool { return at.Sub(l.last) > expiry })
+	l := life{boot, at, at}
+	if i := n.index(boot); i >= 0 {
+		l.first, inTurns = n.lives[i].first, i < len(n.lives)-1
+		n.lives = slices.Delete(n.lives, i, i+1)
+	}
+	n.lives = append(n.lives[max(0, len(n.lives)-maxLives+1):], l)
+	return inTurns
+}
+
+// left takes boot out, and says whether another lives that was heard since boot began.
+func (n *namesakes) left(boot string, at time.Time, expiry time.Duration) (others bool) {
+	n.heard(boot, at, expiry)
+	last := len(n.lives) - 1
+	began := n.lives[last].first
+	n.lives = n.lives[:last]
+	return slices.ContainsFunc(n.lives, func(l life) bool { return !l.last.Before(began) })
+}
+
+func (n *namesakes) index(boot string) int {
+	return slices.IndexFunc(n.lives, func(l life) bool { return l.boot == boot })
+}
+
 // delay finds out how much later than usual a gateway's report comes, without a clock that both sides agree on: the smallest
 // difference of the two clocks in the last seconds is that of a report that was not delayed.
 type delay struct {
@@ -77,6 +120,26 @@ func (a *Aggregator) saw(gateway string, at time.Time) {
 	}
 }
 
+// spoke notes which process of a gateway's name has spoken, and warns of two that do so in turns.
+func (a *Aggregator) spoke(gateway, boot string, at time.Time) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	n := a.names[gateway]
+	if n == nil {
+		n = &namesakes{}
+		a.names[gateway] = n
+	}
+	if !n.heard(boot, at, a.cfg.FleetExpiry) || !n.warned.IsZero() && at.Sub(n.warned) < warnAgain {
+		return
+	}
+	n.warned = at
+	boots := make([]string, len(n.lives))
+	for i, l := range n.lives {
+		boots[i] = l.boot
+	}
+	a.log.Warn("more than one process has the name of this gateway: each takes the whole share of one. Give each its own", "gateway", gateway, "boots", boots)
+}
+
 // fleetChanged makes all shares due for a look. mu is held.
 func (a *Aggregator) fleetChanged() {
 	a.m.Gateways.Set(float64(len(a.fleet)))
@@ -108,12 +171,14 @@ func (a *Aggregator) expire() {
 	}
 }
 
-// leave takes a gateway out of the fleet that said so, and divides what it had.
+// leave takes a gateway out of the fleet that said so, and divides what it had, unless another process has its name.
 func (a *Aggregator) leave(gateway, boot string, at time.Time) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	a.left[gateway] = departure{boot, at}
-	if _, known := a.fleet[gateway]; !known {
+	n := a.names[gateway]
+	others := n != nil && n.left(boot, at, a.cfg.FleetExpiry)
+	if _, known := a.fleet[gateway]; !known || others {
 		return
 	}
 	a.forget(gateway)
@@ -134,6 +199,7 @@ func (a *Aggregator) hasLeft(gateway, boot string) bool {
 // forget drops a gateway and what it held. mu is held.
 func (a *Aggregator) forget(gateway string) {
 	delete(a.fleet, gateway)
+	delete(a.names, gateway)
 	delete(a.delays, gateway)
 	for _, e := range a.keys {
 		delete(e.held, gateway)
