@@ -9,6 +9,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"regexp"
 	"slices"
 	"strconv"
 	"strings"
@@ -20,7 +21,8 @@ import (
 var migrationFiles embed.FS
 
 // migration is one file of migrations: NNNN_name.sql, numbered from 1 without gaps. A file never changes once released,
-// and its statements are idempotent, for a migration that was cut off is done again from its start.
+// and its statements are idempotent, for a migration that was cut off is done again from its start, and what is made of a
+// table when the table is gone.
 type migration struct {
 	version    uint32
 	name       string
@@ -69,6 +71,60 @@ func statements(text string) []string {
 	return out
 }
 
+// made finds what a statement makes: a table or a view, or a column or a projection of one. Any other only changes how one works.
+var made = regexp.MustCompile(`(?m)^(?:CREATE (?:TABLE|VIEW|MATERIALIZED VIEW) IF NOT EXISTS|ALTER TABLE) (\w+)(?: ADD (COLUMN|PROJECTION) IF NOT EXISTS (\w+))?`)
+
+// object is what a statement makes or changes.
+type object struct {
+	table  string // or view
+	kind   string // of what it adds to it: COLUMN or PROJECTION, else empty
+	column string // or projection
+}
+
+func objectOf(sql string) object {
+	m := made.FindStringSubmatch(sql)
+	if m == nil {
+		return object{}
+	}
+	return object{m[1], m[2], m[3]}
+}
+
+func (o object) String() string {
+	if o.kind != "" {
+		return o.table + "." + o.column
+	}
+	return o.table
+}
+
+// in says whether it is there, by the CREATE statement of its table.
+func (o object) in(create string) bool {
+	switch o.kind {
+	case "COLUMN":
+		return strings.Contains(create, "`"+o.column+"` ")
+	case "PROJECTION":
+		return strings.Contains(create, "PROJECTION "+o.column+" ")
+	}
+	return create != ""
+}
+
+// lacking is what these migrations have made and is not there. Errors are the driver's.
+func (s *Store) lacking(ctx context.Context, done []migration) ([]object, error) {
+	creates := map[string]string{}
+	if err := s.each(ctx, "SELECT name, create_table_query FROM system.tables WHERE database = currentDatabase()", func(name, create string) { creates[name] = create }); err != nil {
+		return nil, err
+	}
+	var out []object
+	for _, m := range done {
+		for _, sql := range m.statements {
+			o := objectOf(sql)
+			if !o.in(creates[o.table]) && !slices.Contains(out, object{table: o.table}) {
+				out = append(out, o)
+			}
+		}
+	}
+	return out, nil
+}
+
 const migrationsTable = `CREATE TABLE IF NOT EXISTS schema_migrations
 (
     version  UInt32,
@@ -80,8 +136,9 @@ ENGINE = ReplacingMergeTree
 ORDER BY version
 SETTINGS fsync_after_insert = 1, fsync_part_directory = 1`
 
-// Migrate brings the schema up to this build, database included, and tells progress one line per migration. It may run
-// any number of times, and beside itself. It never goes back: a schema newer than this build is left alone.
+// Migrate brings the schema up to this build, database included, and makes again what of it is gone. It tells progress one line
+// per migration and per thing that was gone. It may run any number of times, and beside itself. It never goes back: a schema newer
+// than this build stays so.
 func (s *Store) Migrate(ctx context.Context, progress func(string)) error {
 	if err := s.createDatabase(ctx); err != nil {
 		return err
@@ -97,22 +154,43 @@ func (s *Store) Migrate(ctx context.Context, progress func(string)) error {
 	if err != nil {
 		return s.explain("read schema_migrations", err)
 	}
+	done := slices.DeleteFunc(slices.Clone(all), func(m migration) bool { return applied[m.version] == "" })
+	lacking, err := s.lacking(ctx, done)
+	if err != nil {
+		return s.explain("look what is there", err)
+	}
+	gone := map[string]bool{} // tables of which something is lacking: all that is said of one is said again
+	for _, o := range lacking {
+		gone[o.table] = true
+		progress("making " + o.String() + " again, which is gone")
+	}
 	for _, m := range all {
-		switch sum, ok := applied[m.version]; {
-		case ok && sum != m.checksum:
+		sum, ok := applied[m.version]
+		if ok && sum != m.checksum {
 			return s.changed(m)
-		case ok:
-			continue
 		}
-		progress("applying " + m.name)
+		if !ok {
+			progress("applying " + m.name)
+		}
 		for i, sql := range m.statements {
+			if ok && !gone[objectOf(sql).table] {
+				continue
+			}
 			if err := s.conn.Exec(ctx, sql); err != nil {
 				return s.explain(fmt.Sprintf("migration %s, statement %d of %d", m.name, i+1, len(m.statements)), err)
 			}
 		}
+		if ok {
+			continue
+		}
 		if err := s.conn.Exec(ctx, "INSERT INTO schema_migrations (version, name, checksum) SETTINGS async_insert = 0 SELECT {version:UInt32}, {name:String}, {checksum:String}",
 			ch.Named("version", m.version), ch.Named("name", m.name), ch.Named("checksum", m.checksum)); err != nil {
 			return s.explain("note migration "+m.name, err)
+		}
+	}
+	for _, t := range rollups {
+		if slices.Contains(lacking, object{table: t.name}) || gone[t.name+"_mv"] {
+			progress(t.name + " lacks what it had, or what came in meanwhile: weir history rebuild --from 1970-01-01T00:00:00Z fills it from usage")
 		}
 	}
 	progress(fmt.Sprintf("the schema is at %d", max(uint32(len(all)), newest(applied))))
@@ -165,8 +243,12 @@ func (s *Store) changed(m migration) error {
 // of this one still work: a process may go on with a warning.
 var ErrSchemaNewer = fmt.Errorf("%w: it is newer", ErrSchema)
 
-// Check says in one line why this build cannot rely on the schema: it is missing, older, changed (ErrSchema) or newer
-// (ErrSchemaNewer), or the server cannot be asked (ErrUnreachable, ErrDenied).
+// ErrSchemaIncomplete is an ErrSchema: it was migrated, and a part of it is gone, or hidden from the user. What needs that part fails
+// until it is there again, and no other: a process may go on with a warning.
+var ErrSchemaIncomplete = fmt.Errorf("%w: a part of it is gone", ErrSchema)
+
+// Check says in one line why this build cannot rely on the schema: it is missing, older, changed (ErrSchema), not all there
+// (ErrSchemaIncomplete) or newer (ErrSchemaNewer), or the server cannot be asked (ErrUnreachable, ErrDenied).
 func (s *Store) Check(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, queryTimeout)
 	defer cancel()
@@ -186,6 +268,17 @@ func (s *Store) Check(ctx context.Context) error {
 		case sum != m.checksum:
 			return s.changed(m)
 		}
+	}
+	lacking, err := s.lacking(ctx, all)
+	if err != nil {
+		return s.explain("check the schema", err)
+	}
+	if len(lacking) > 0 {
+		var names []string
+		for _, o := range lacking {
+			names = append(names, o.String())
+		}
+		return &Error{Kind: ErrSchemaIncomplete, Err: ErrSchemaIncomplete, Line: fmt.Sprintf("%s lacks %s: run weir migrate", at, strings.Join(names, ", "))}
 	}
 	if v := newest(applied); v > uint32(len(all)) {
 		return &Error{Kind: ErrSchemaNewer, Err: ErrSchemaNewer, Line: fmt.Sprintf("%s is at %d, newer than this weir (%d): it was migrated by a newer one", at, v, len(all))}

@@ -224,7 +224,7 @@ func (s *Store) explain(doing string, err error) error {
 				e.Line = fmt.Sprintf("%s: ClickHouse at %s: user %q lacks a right: %s", doing, at, s.user(), text)
 			}
 		case errors.Is(e.Kind, ErrSchema):
-			e.Line = fmt.Sprintf("%s: ClickHouse at %s has no schema of weir in database %q, or an older one: run weir migrate (code %d)", doing, at, s.opt.Auth.Database, ex.Code)
+			e.Line = fmt.Sprintf("%s: ClickHouse at %s has no schema of weir in database %q, or not all of it: run weir migrate (code %d: %s)", doing, at, s.opt.Auth.Database, ex.Code, text)
 		default:
 			e.Line = fmt.Sprintf("%s: ClickHouse at %s: code %d: %s", doing, at, ex.Code, text)
 		}

@@ -8,11 +8,13 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"maps"
 	"net"
 	"net/http"
 	"net/http/httptest"
 	"net/http/httputil"
 	"net/url"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -200,6 +202,95 @@ func TestMigrationsAreIdempotentStatements(t *testing.T) {
 				t.Errorf("%s: %.60q is not one idempotent statement", m.name, text)
 			}
 		}
+	}
+}
+
+// Whatever of the schema is gone, Check names it, Migrate makes it again as it was, and says so; inserts go on, and a rebuild makes the
+// roll-ups equal again. The names are those of the migrations.
+func TestMigrateMakesAgainWhatIsGone(t *testing.T) {
+	s := fresh(t)
+	schema := func() map[string]string {
+		t.Helper()
+		out := map[string]string{}
+		if err := s.each(t.Context(), "SELECT name, create_table_query FROM system.tables WHERE database = currentDatabase()", func(name, create string) { out[name] = create }); err != nil {
+			t.Fatal(err)
+		}
+		return out
+	}
+	whole := schema()
+	all, err := migrations()
+	if err != nil {
+		t.Fatal(err)
+	}
+	drops := map[string]string{} // by what Check is to name
+	for _, m := range all {
+		for _, sql := range m.statements {
+			switch o := objectOf(sql); {
+			case o.table == "":
+				t.Errorf("%s: nobody knows what %.60q makes", m.name, sql)
+			case o.kind != "":
+				drops[o.String()] = "ALTER TABLE " + o.table + " DROP " + o.kind + " " + o.column
+			default:
+				drops[o.String()] = "DROP TABLE " + o.table
+			}
+		}
+	}
+	if want := len(whole) - 1 + 6; len(drops) != want { // less schema_migrations, and 4 columns and 2 projections
+		t.Errorf("the migrations make %d things, want %d", len(drops), want)
+	}
+	seq := uint64(0)
+	insert := func() error {
+		seq++
+		r := reportAt("a", seq, noon, 10)
+		r.Tokens = []schemas.Tokens{{Rule: "contract", Key: "k", Taken: 1, Cum: seq}}
+		return s.Reports(t.Context(), batchOf(seq, r))
+	}
+	for _, name := range slices.Sorted(maps.Keys(drops)) {
+		if err := insert(); err != nil {
+			t.Fatal(err)
+		}
+		run(t, s, drops[name]+" SETTINGS mutations_sync = 2")
+		err := s.Check(t.Context())
+		if !errors.Is(err, ErrSchemaIncomplete) || !errors.Is(err, ErrSchema) || !strings.HasSuffix(err.Error(), "lacks "+name+": run weir migrate") {
+			t.Errorf("Check without %s = %v", name, err)
+		}
+		if lines := s.Problems(t.Context()); err != nil && !slices.Contains(lines, err.Error()) {
+			t.Errorf("Problems without %s = %q", name, lines)
+		}
+		var said []string
+		if err := s.Migrate(t.Context(), func(line string) { said = append(said, line) }); err != nil {
+			t.Fatalf("Migrate without %s = %v", name, err)
+		}
+		if text := strings.Join(said, "\n"); !strings.Contains(text, "making "+name+" again") || strings.Contains(text, "history rebuild") != (strings.HasPrefix(name, "usage_") && !strings.HasSuffix(name, "by_time")) {
+			t.Errorf("Migrate without %s says %q", name, text)
+		}
+		if err := s.Check(t.Context()); err != nil {
+			t.Errorf("Check = %v", err)
+		}
+		for table, create := range schema() {
+			if create != whole[table] && !strings.Contains(name, ".") { // a column comes back as the last one
+				t.Errorf("%s was\n%s, and is now\n%s", table, whole[table], create)
+			}
+		}
+		if err := insert(); err != nil {
+			t.Errorf("Reports after %s was made again = %v", name, err)
+		}
+		if name == "usage" || name == "reports" { // with them goes what nothing else has: begin anew
+			for _, table := range []string{"usage", "usage_1m", "usage_1h", "usage_1d", "reports"} {
+				run(t, s, "TRUNCATE TABLE "+table)
+			}
+		}
+		if err := insert(); err != nil {
+			t.Fatal(err)
+		}
+		if r, err := s.Rebuild(t.Context(), noon, noon.Add(time.Hour), nil); err != nil || !r.Equal || r.Half != 0 {
+			t.Errorf("Rebuild after %s was made again = %+v, %v", name, r, err)
+		}
+		n := number(t, s, "(SELECT count() FROM usage)")
+		wantUsage(t, s, n, 3*n)
+	}
+	if n := number(t, s, "(SELECT count() FROM usage)"); n < 100 {
+		t.Errorf("%d rows, want those of the whole test", n)
 	}
 }
 

@@ -14,7 +14,7 @@ func migrateCommand() *cobra.Command {
 	var level string
 	cmd := &cobra.Command{
 		Use:     "migrate",
-		Short:   "Bring the ClickHouse schema up to this version",
+		Short:   "Bring the ClickHouse schema up to this version, and make again what of it is gone",
 		Example: "  weir migrate --clickhouse clickhouse://weir:secret@10.0.0.6:9000/weir",
 		Args:    noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) (err error) {

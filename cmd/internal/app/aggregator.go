@@ -220,8 +220,8 @@ func await(ctx context.Context, what string, log *slog.Logger, degraded promethe
 			return nil
 		case ctx.Err() != nil:
 			return ctx.Err()
-		case errors.Is(err, clickhouse.ErrSchemaNewer):
-			log.Warn(what+" was migrated by a newer weir, going on", "err", err)
+		case errors.Is(err, clickhouse.ErrSchemaNewer), errors.Is(err, clickhouse.ErrSchemaIncomplete):
+			log.Warn(what+" has not the schema of this weir, going on", "err", err)
 			return nil
 		case !errors.Is(err, retryable):
 			return err
