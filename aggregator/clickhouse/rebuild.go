@@ -7,9 +7,12 @@ import (
 	"fmt"
 	"maps"
 	"slices"
+	"strings"
 	"time"
 
 	ch "github.com/ClickHouse/clickhouse-go/v2"
+
+	"github.com/weirhq/weir/schemas"
 )
 
 // Gap is where a roll-up differs from the ledger: what the ledger has, less what the roll-up has.
@@ -32,6 +35,15 @@ type Rebuilt struct {
 	Equal bool      `json:"equal"` // the roll-ups are what the ledger adds up to
 	Gaps  []Gap     `json:"gaps"`  // that are left, a hundred of them
 	Half  uint64    `json:"half"`  // reports of which only a part is stored: their batch is in hand, or was when somebody stopped
+	Short []Short   `json:"short"` // days whose reports are not whole in the ledger: what roll-ups have more was left alone
+	Bare  uint64    `json:"bare"`  // hours and days of a roll-up of which the ledger has nothing at all: likewise
+}
+
+// Short is how much the ledger lacks of the reports that arrived on one day.
+type Short struct {
+	Day      time.Time `json:"day"`
+	Reports  uint64    `json:"reports"` // that are not whole
+	Requests uint64    `json:"requests"`
 }
 
 // maxGaps bounds the gaps that are told.
@@ -47,12 +59,18 @@ const (
 // roll-up, what is missing, or two's complements of what is too much: at any moment a reader sees the old sum or the new
 // one, an interruption leaves slices that are right and slices that are as they were, and a repetition finds nothing to
 // do. Inserts may go on. A slice during which one came in is looked at again, and one in which a report is stored in part
-// is left alone, since its batch will come again. Progress is told of each day; it may be nil.
+// is left alone, since its batch will come again. Nothing is taken away that the ledger may have lost: where it has not all that
+// reports say of themselves, or nothing, a roll-up may be all that is left. Progress is told of each day of which there is anything;
+// it may be nil.
 func (s *Store) Rebuild(ctx context.Context, from, to time.Time, progress func(day time.Time, rows uint64)) (Rebuilt, error) {
 	day := 24 * time.Hour
-	r := Rebuilt{From: from.UTC().Truncate(day), To: to.UTC().Add(day - 1).Truncate(day), Equal: true, Gaps: []Gap{}}
-	b := rebuild{s: s, run: rand.Text(), tries: rebuildTries, out: &r}
-	for d := r.From; d.Before(r.To); d = d.Add(day) {
+	r := Rebuilt{From: from.UTC().Truncate(day), To: to.UTC().Add(day - 1).Truncate(day), Equal: true, Gaps: []Gap{}, Short: []Short{}}
+	b := rebuild{s: s, run: rand.Text(), tries: rebuildTries, whole: map[time.Time]bool{}, out: &r}
+	days, err := s.days(ctx, r.From, r.To)
+	if err != nil {
+		return r, s.explain("look for days", err)
+	}
+	for _, d := range days {
 		before := r.Rows
 		for _, t := range rollups {
 			if equal, err := b.equal(ctx, t, d, d.Add(day)); err != nil {
@@ -76,9 +94,10 @@ func (s *Store) Rebuild(ctx context.Context, from, to time.Time, progress func(d
 
 type rebuild struct {
 	s     *Store
-	run   string // names the inserts of this run
-	n     int    // inserts that are known to be stored
-	tries int    // of a slice that does not settle
+	run   string             // names the inserts of this run
+	n     int                // inserts that are known to be stored
+	tries int                // of a slice in which reports are half there and nothing comes in
+	whole map[time.Time]bool // of the reports that arrived on a day, as far as it is known
 	out   *Rebuilt
 }
 
@@ -110,15 +129,23 @@ func (b *rebuild) slice(ctx context.Context, t rollup, from, to time.Time) error
 		// Usage is stored before its roll-ups, and its report last: if no report came in meanwhile, and none is half there,
 		// all of these gaps are here to stay.
 		if before == after && before.half == 0 {
+			right, err := b.warranted(ctx, gaps, from, to, before.reports == 0)
+			if err != nil {
+				return err
+			}
+			if len(right) == 0 {
+				b.leave(gaps)
+				return nil
+			}
 			// An insert that was not acknowledged keeps its name, so that it cannot count twice if it was made after all.
-			if err := insert(ctx, b.s, gapTable(t.name), fmt.Sprintf("rebuild-%s-%d", b.run, b.n), gaps); err != nil {
+			if err := insert(ctx, b.s, gapTable(t.name), fmt.Sprintf("rebuild-%s-%d", b.run, b.n), right); err != nil {
 				return err
 			}
 			b.n++
-			b.out.Rows += uint64(len(gaps))
+			b.out.Rows += uint64(len(right))
 			continue // and look again
 		}
-		if try < b.tries {
+		if try < b.tries || try < rebuildTries && before != after {
 			select {
 			case <-ctx.Done():
 				return ctx.Err()
@@ -126,11 +153,104 @@ func (b *rebuild) slice(ctx context.Context, t rollup, from, to time.Time) error
 			}
 			continue
 		}
-		b.out.Equal = b.out.Equal && len(gaps) == 0
-		b.out.Half = max(b.out.Half, after.half)
-		b.out.Gaps = append(b.out.Gaps, gaps[:min(len(gaps), maxGaps-len(b.out.Gaps))]...)
+		if after.half > 0 {
+			b.out.Half = max(b.out.Half, after.half)
+			b.tries = 0 // a batch in hand would be through by now: no other slice waits for one
+		}
+		b.leave(gaps)
 		return nil
 	}
+}
+
+// leave notes gaps that are left.
+func (b *rebuild) leave(gaps []Gap) {
+	b.out.Equal = b.out.Equal && len(gaps) == 0
+	b.out.Gaps = append(b.out.Gaps, gaps[:min(len(gaps), maxGaps-len(b.out.Gaps))]...)
+}
+
+// warranted are the gaps that are no fault of the ledger. What it may have lost is in none that adds to the roll-up.
+func (b *rebuild) warranted(ctx context.Context, gaps []Gap, from, to time.Time, bare bool) ([]Gap, error) {
+	takes := func(g Gap) bool { return g.Allowed < 0 || g.Rejected < 0 || g.Cost < 0 }
+	if !slices.ContainsFunc(gaps, takes) {
+		return gaps, nil
+	}
+	short, err := b.short(ctx, from, to)
+	switch {
+	case err != nil:
+		return nil, err
+	case short: // which is noted
+	case bare:
+		b.out.Bare++
+	default:
+		return gaps, nil
+	}
+	return slices.DeleteFunc(slices.Clone(gaps), takes), nil
+}
+
+// short says whether a report that is not whole in the ledger may have had usage of from <= ts < to. It looks at the arrivals of a day
+// at a time, from the first that may, and notes the first that is short.
+func (b *rebuild) short(ctx context.Context, from, to time.Time) (bool, error) {
+	day, now := 24*time.Hour, time.Now().Add(schemas.MaxAhead)
+	for d := from.Add(-schemas.MaxAhead).Truncate(day); d.Before(to.Add(schemas.MaxBehind)) && d.Before(now); d = d.Add(day) {
+		whole, known := b.whole[d]
+		if !known {
+			is, err := b.s.short(ctx, d)
+			if err != nil {
+				return false, err
+			}
+			whole = is.Reports == 0
+			b.whole[d] = whole
+			if !whole {
+				b.out.Short = append(b.out.Short, is)
+			}
+		}
+		if !whole {
+			return true, nil
+		}
+	}
+	return false, nil
+}
+
+// short asks how much the ledger lacks of the reports that arrived on a day. What most reports have is of that day and the one before:
+// the whole time that they may have usage of is asked for only when something is not there.
+func (s *Store) short(ctx context.Context, day time.Time) (Short, error) {
+	is, next := Short{Day: day}, day.Add(24*time.Hour)
+	for _, behind := range []time.Duration{24 * time.Hour, schemas.MaxBehind} {
+		// reports is read first: all that it knows of is in usage by then. Rows of equal key are equal, as under FINAL.
+		err := s.conn.QueryRow(ctx, `SELECT count(), toUInt64(sum(said - have)) FROM (
+				SELECT gateway, boot, seq, max(said) AS said, sum(have) AS have FROM (
+					SELECT gateway, boot, seq, requests AS said, toUInt64(0) AS have FROM reports WHERE `+received+`
+					UNION ALL
+					SELECT gateway, boot, seq, toUInt64(0), max(allowed + rejected) FROM usage WHERE `+received+`
+						AND ts >= fromUnixTimestamp64Milli({first:Int64}, 'UTC') AND ts < fromUnixTimestamp64Milli({last:Int64}, 'UTC') GROUP BY gateway, boot, seq, entry
+				) GROUP BY gateway, boot, seq
+			) WHERE have < said`, append(window(day, next), ch.Named("first", millis(day.Add(-behind))), ch.Named("last", millis(next.Add(schemas.MaxAhead))))...).Scan(&is.Reports, &is.Requests)
+		if err != nil || is.Reports == 0 {
+			return is, err
+		}
+	}
+	return is, nil
+}
+
+// days are those of from <= ts < to of which the ledger or a roll-up has anything, in order. Errors are the driver's.
+func (s *Store) days(ctx context.Context, from, to time.Time) ([]time.Time, error) {
+	var asks []string
+	for _, t := range append([]rollup{{name: "usage"}}, rollups...) {
+		asks = append(asks, "SELECT DISTINCT intDiv(toUnixTimestamp64Milli(ts), 86400000) AS day FROM "+t.name+" WHERE "+within)
+	}
+	rows, err := s.conn.Query(ctx, "SELECT DISTINCT day FROM ("+strings.Join(asks, " UNION ALL ")+") ORDER BY day", window(from, to)...)
+	if err != nil {
+		return nil, err
+	}
+	var out []time.Time
+	var day int64
+	for rows.Next() {
+		if err := rows.Scan(&day); err != nil {
+			return nil, errors.Join(err, rows.Close())
+		}
+		out = append(out, time.Unix(day*86400, 0).UTC())
+	}
+	return out, errors.Join(rows.Err(), rows.Close())
 }
 
 // gapTable is how gaps become rows: sums of unsigned numbers wrap, so that the two's complement takes away.
@@ -194,8 +314,11 @@ func (s *Store) mendRollups(ctx context.Context, reports []stored) error {
 				continue
 			}
 			log.Error("a roll-up is not what it is made of, rebuilding the roll-ups")
-			if _, err := s.Rebuild(ctx, r.from, r.to, nil); err != nil {
+			switch r, err := s.Rebuild(ctx, r.from, r.to, nil); {
+			case err != nil:
 				log.Error("the roll-ups may not be equal to the ledger: run weir history rebuild", "err", err)
+			case !r.Equal:
+				log.Error("the roll-ups are not equal to the ledger, and left alone: run weir history verify", "half", r.Half, "short", r.Short, "bare", r.Bare)
 			}
 		}
 		finer = t.name

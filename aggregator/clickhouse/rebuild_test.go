@@ -2,6 +2,7 @@ package clickhouse
 
 import (
 	"context"
+	"fmt"
 	"net/url"
 	"sync"
 	"sync/atomic"
@@ -177,7 +178,7 @@ func TestRebuildLeavesHalfStoredReportsAlone(t *testing.T) {
 	run(t, s, "ATTACH TABLE usage_1m_mv")
 
 	var r Rebuilt
-	half := rebuild{s: s, run: "test", tries: 1, out: &r}
+	half := rebuild{s: s, run: "test", tries: 1, whole: map[time.Time]bool{}, out: &r}
 	if err := half.slice(t.Context(), rollups[2], noon, noon.Add(time.Hour)); err != nil || r.Rows != 0 || r.Half != 1 || r.Equal || len(r.Gaps) == 0 {
 		t.Errorf("Rebuild = %+v, %v, want no rows while a report is half stored", r, err)
 	}
@@ -186,4 +187,98 @@ func TestRebuildLeavesHalfStoredReportsAlone(t *testing.T) {
 		t.Errorf("Rebuild = %+v, %v", r, err)
 	}
 	wantUsage(t, s, 10, 30)
+}
+
+// What reports prove is not taken out of the roll-ups when the ledger has lost it: not of a day that has other usage, not of one that
+// has none, not where the ledger was cut on purpose, and not when it is mended unasked. What is doubled on other days, or what a roll-up
+// lacks, is put right beside it.
+func TestRebuildLeavesWhatTheLedgerLost(t *testing.T) {
+	s := fresh(t)
+	day := 24 * time.Hour
+	before := reportAt("a", 1, noon.Add(-2*day), 10) // arrives with the others: its usage is late
+	store(t, s, batchOf(1, before, reportAt("a", 2, noon, 10), reportAt("a", 3, noon.Add(30*time.Second), 10)))
+	after := batchOf(4, reportAt("b", 1, noon.Add(3*day), 10))
+	after.Items[0].Arrived = noon.Add(3*day + time.Hour)
+	store(t, s, after)
+	sums := func() (out [3]uint64) {
+		for i, r := range rollups {
+			out[i] = number(t, s, "(SELECT sum(allowed + rejected) FROM "+r.name+")")
+		}
+		return out
+	}
+	whole := sums()
+	rebuild := func() Rebuilt {
+		t.Helper()
+		r, err := s.Rebuild(t.Context(), noon.Add(-3*day), noon.Add(4*day), nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return r
+	}
+	if r := rebuild(); !r.Equal || r.Rows != 0 {
+		t.Fatalf("Rebuild of what is right = %+v", r)
+	}
+	run(t, s, "DELETE FROM usage WHERE seq = 3 AND entry < 5 SETTINGS mutations_sync = 2")
+	r := rebuild()
+	if r.Equal || r.Rows != 0 || len(r.Short) != 1 || r.Short[0] != (Short{noon.Truncate(day), 1, 15}) || len(r.Gaps) == 0 {
+		t.Errorf("Rebuild after a loss = %+v, want it told and nothing put right", r)
+	}
+	run(t, s, "DELETE FROM usage WHERE seq = 3 OR ts < '2026-11-14' SETTINGS mutations_sync = 2")
+	if r := rebuild(); r.Equal || r.Rows != 0 || len(r.Short) != 1 || r.Short[0].Reports != 2 || r.Short[0].Requests != 60 {
+		t.Errorf("Rebuild after the loss of whole reports = %+v, want it told and nothing put right", r)
+	}
+	if got := sums(); got != whole {
+		t.Errorf("the roll-ups have %d, want %d as before", got, whole)
+	}
+
+	// What can have nothing to do with it.
+	run(t, s, "INSERT INTO usage_1h SELECT * FROM usage_1h WHERE ts >= '2026-11-18'")
+	run(t, s, "DELETE FROM usage_1d WHERE ts >= '2026-11-15' AND ts < '2026-11-16' SETTINGS mutations_sync = 2")
+	if r := rebuild(); r.Equal || r.Rows == 0 {
+		t.Errorf("Rebuild = %+v, want the rest put right", r)
+	}
+	want := whole
+	want[0] -= 30 // which only the others have by now
+	if got := sums(); got != want {
+		t.Errorf("the roll-ups have %d, want %d", got, want)
+	}
+
+	// Nobody who mends them unasked takes it away.
+	if err := s.mendRollups(t.Context(), []stored{{Delivered: batchOf(1, reportAt("a", 3, noon, 10)).Items[0]}}); err != nil {
+		t.Error(err)
+	}
+	if got := sums(); got != want {
+		t.Errorf("mended, the roll-ups have %d, want %d", got, want)
+	}
+
+	// Cut on purpose, with what proves it or without.
+	for _, table := range []string{"usage", "reports"} {
+		run(t, s, "ALTER TABLE "+table+" DROP PARTITION 202611")
+		if r := rebuild(); r.Equal || r.Rows != 0 || (len(r.Short) == 0) != (table == "reports") || (r.Bare == 0) != (table == "usage") {
+			t.Errorf("Rebuild of a month that was cut from %s = %+v", table, r)
+		}
+		if got := sums(); got != want {
+			t.Errorf("with %s cut, the roll-ups have %d, want %d", table, got, want)
+		}
+	}
+	// Who knows better empties the roll-up.
+	run(t, s, "ALTER TABLE usage_1m DROP PARTITION 202611")
+	run(t, s, "ALTER TABLE usage_1h DROP PARTITION 202611")
+	run(t, s, "ALTER TABLE usage_1d DROP PARTITION 202611")
+	if r := rebuild(); !r.Equal {
+		t.Errorf("Rebuild of nothing = %+v", r)
+	}
+}
+
+// A rebuild of all time asks about the days of which there is anything, in the ledger or in a roll-up.
+func TestRebuildOfAllTime(t *testing.T) {
+	s := fresh(t)
+	store(t, s, batchOf(1, reportAt("a", 1, noon, 10), reportAt("b", 1, noon.Add(-400*24*time.Hour), 10)))
+	run(t, s, "DELETE FROM usage WHERE gateway = 'b' SETTINGS mutations_sync = 2")
+	run(t, s, "INSERT INTO usage_1m (ts, tenant, route, rule, allowed, rejected, cost) VALUES ('2026-11-16 00:00:00', 'nobody', 'x', '', 5, 0, 5)")
+	var days []string
+	r, err := s.Rebuild(t.Context(), time.Unix(0, 0), noon.Add(400*24*time.Hour), func(day time.Time, _ uint64) { days = append(days, day.Format(time.DateOnly)) })
+	if want := "[2025-10-11 2026-11-15 2026-11-16]"; err != nil || fmt.Sprint(days) != want {
+		t.Errorf("Rebuild = %+v, %v, of the days %v, want %s", r, err, days, want)
+	}
 }

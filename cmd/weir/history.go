@@ -39,7 +39,9 @@ func historyRebuildCommand() *cobra.Command {
 		Use:   "rebuild",
 		Short: "Make the roll-ups what the ledger adds up to, and prove it",
 		Long: `Rebuild compares usage_1m, usage_1h and usage_1d with usage FINAL over whole days of UTC, puts right what differs, and compares
-again. Reports may come in meanwhile; an interrupted rebuild is repeated. It exits 1 when something still differs.`,
+again. Reports may come in meanwhile; an interrupted rebuild is repeated. Nothing is taken out of a roll-up where the ledger lacks
+what reports say of themselves, or has nothing at all: the roll-up may be all that is left. It is said, and who knows that the
+ledger is right drops that month of the roll-up in ClickHouse before. It exits 1 when something still differs.`,
 		Example: "  weir history rebuild --from 2026-11-01T00:00:00Z --to 2026-12-01T00:00:00Z",
 		Args:    noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
@@ -70,6 +72,12 @@ func printRebuilt(w io.Writer, r clickhouse.Rebuilt) {
 	}
 	if r.Half > 0 {
 		text.Printf(w, "%d reports are stored in part: their batch will come again; repeat this when the aggregator has caught up\n", r.Half)
+	}
+	for _, s := range r.Short {
+		text.Printf(w, "%d reports that arrived on %s lack %d requests in the ledger: what roll-ups may have of them was left alone; weir history verify says whose they are\n", s.Reports, s.Day.Format(time.DateOnly), s.Requests)
+	}
+	if r.Bare > 0 {
+		text.Printf(w, "the ledger has nothing of %d hours and days of roll-ups: they were left alone\n", r.Bare)
 	}
 	verdict := "equal"
 	if !r.Equal || r.Half > 0 {
