@@ -65,8 +65,9 @@ type Orphans struct {
 	Gateway, Boot string
 	Hour          time.Time // in which they arrived
 	Reports       uint64    // that they name
+	First, Last   uint64    // the lowest and the highest of their numbers
 	Requests      uint64
-	Last          time.Time // arrival of the latest
+	Latest        time.Time // arrival
 }
 
 // Orphans returns those that arrived with from <= received < to. A batch that is just being stored shows as some.
@@ -75,13 +76,13 @@ func (s *Store) Orphans(ctx context.Context, from, to time.Time) ([]Orphans, err
 	args := append(window(from, to), ch.Named("first", millis(from.Add(-schemas.MaxBehind))), ch.Named("last", millis(to.Add(schemas.MaxAhead))))
 	var out []Orphans
 	err := s.scan(ctx, "look for usage without a report", `SELECT gateway, boot, toUnixTimestamp64Milli(received) - toUnixTimestamp64Milli(received) % 3600000 AS hour,
-			uniqExact(seq), sum(allowed + rejected), toUnixTimestamp64Milli(max(received)) FROM usage FINAL WHERE `+where+`
+			uniqExact(seq), min(seq), max(seq), sum(allowed + rejected), toUnixTimestamp64Milli(max(received)) FROM usage FINAL WHERE `+where+`
 			AND (gateway, boot, seq) NOT IN (SELECT gateway, boot, seq FROM reports WHERE (gateway, boot) IN (SELECT gateway, boot FROM usage WHERE `+where+`))
 			GROUP BY gateway, boot, hour ORDER BY hour, gateway, boot`+final, args, func(rows driver.Rows) error {
 		var o Orphans
-		var hour, last int64
-		err := rows.Scan(&o.Gateway, &o.Boot, &hour, &o.Reports, &o.Requests, &last)
-		o.Hour, o.Last = time.UnixMilli(hour).UTC(), time.UnixMilli(last).UTC()
+		var hour, latest int64
+		err := rows.Scan(&o.Gateway, &o.Boot, &hour, &o.Reports, &o.First, &o.Last, &o.Requests, &latest)
+		o.Hour, o.Latest = time.UnixMilli(hour).UTC(), time.UnixMilli(latest).UTC()
 		out = append(out, o)
 		return err
 	})

@@ -85,7 +85,7 @@ func TestOrphans(t *testing.T) {
 	}
 	run(t, s, "INSERT INTO usage SELECT * REPLACE ('copied' AS boot) FROM usage")
 	o := look()
-	if len(o) != 1 || o[0].Boot != "copied" || o[0].Reports != 2 || o[0].Requests != 30 || o[0].Last.IsZero() {
+	if len(o) != 1 || o[0].Boot != "copied" || o[0].Reports != 2 || o[0].First != 1 || o[0].Last != 2 || o[0].Requests != 30 || o[0].Latest.IsZero() {
 		t.Errorf("Orphans = %+v, want the copies of 2 reports", o)
 	}
 }

@@ -192,6 +192,16 @@ func (o *outside) causeOf(gateway, boot, otherwise string) string {
 	return otherwise
 }
 
+// among is how many reports of a boot are elsewhere, of those numbered first to last.
+func (o *outside) among(l life, first, last uint64) (n uint64) {
+	for _, seq := range o.seqs[l] {
+		if first <= seq && seq <= last {
+			n++
+		}
+	}
+	return n
+}
+
 // outside finds the reports that wait in the stream, in journals and among the dead letters, and are not stored.
 func (b Books) outside(ctx context.Context, from, to time.Time) (*outside, error) {
 	o := &outside{reports: map[copyOf]unstored{}, causes: map[life]string{}, seqs: map[life][]uint64{}, nameless: map[string]int{}, letters: map[nameless]*count{}}
@@ -414,9 +424,12 @@ func (b Books) usage(ctx context.Context, r *Reconciliation, known *outside) err
 		return err
 	}
 	for _, o := range orphans {
-		cause := known.causeOf(o.Gateway, o.Boot, CauseHalf)
-		if time.Since(o.Last) < settling { // its report may be on its way
+		cause := CauseHalf
+		switch {
+		case time.Since(o.Latest) < settling: // its report may be on its way
 			cause = CauseInFlight
+		case known.among(life{o.Gateway, o.Boot}, o.First, o.Last) >= o.Reports: // they wait to be stored whole
+			cause = known.causeOf(o.Gateway, o.Boot, CauseHalf)
 		}
 		r.add(Difference{Between: "usage", Cause: cause, Gateway: o.Gateway, Boot: o.Boot, Hour: o.Hour, Have: int64(o.Requests),
 			Detail: fmt.Sprintf("rows of %d reports that are not stored", o.Reports)})
