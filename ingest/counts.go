@@ -80,7 +80,7 @@ func (c *counts) add(now time.Time, k usageKey, cost int64) {
 		p.index[h] = i
 		p.cells = append(p.cells, cell{k, hour, c.spool.Cell(int(at), s.generation, ns, text(k.tenant), text(k.route), text(k.rule), text(k.layer))})
 	}
-	p.cells[i].at.Add(uint64(min(max(cost, 0), schemas.MaxCount)))
+	p.cells[i].at.Add(uint64(min(max(cost, 0), schemas.MaxReportCost)))
 	s.total++
 	s.mu.Unlock()
 }

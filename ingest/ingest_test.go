@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"math"
 	"math/rand/v2"
 	"runtime"
 	"slices"
@@ -701,24 +702,56 @@ type publisherFunc func(context.Context, *schemas.Report) error
 
 func (f publisherFunc) Publish(ctx context.Context, r *schemas.Report) error { return f(ctx, r) }
 
-// An entry must stay in the bounds of a report, however much merges.
-func TestCountsBeyondTheBoundsOfAnEntryAreSplit(t *testing.T) {
-	p := newPending()
-	for range 5 {
-		p.addUsage(&cell{key: usageKey{tenant: "a"}, at: &Cell{n: 2, cost: [2]uint64{schemas.MaxCount / 2}}})
-	}
-	var cost, n uint64
-	for r, c := p.cut(cut{}, 2, 1<<20); r != nil; r, c = p.cut(c, 2, 1<<20) {
-		for _, u := range r.Usage {
-			if u.Cost > schemas.MaxCount {
-				t.Errorf("cost = %d", u.Cost)
+// What has merged is told in full, in as many reports as it takes for each to be one that is taken.
+func TestCountsBeyondTheBoundsOfAReportAreSplit(t *testing.T) {
+	now := time.Now()
+	type counted struct{ allowed, rejected, cost uint64 }
+	for name, c := range map[string]struct {
+		cells []Cell
+		rule  string
+		want  counted
+	}{
+		"cost merges":        {cells: slices.Repeat([]Cell{{n: 2, cost: [2]uint64{schemas.MaxReportCost / 2}}}, 5), want: counted{10, 0, 5 * (schemas.MaxReportCost / 2)}},
+		"requests merge":     {cells: slices.Repeat([]Cell{{n: schemas.MaxReportRequests - 2}}, 5), want: counted{5 * (schemas.MaxReportRequests - 2), 0, 0}},
+		"one hour of bytes":  {cells: []Cell{{n: 1e9, cost: [2]uint64{45e12}}}, want: counted{1e9, 0, 45e12}},
+		"many, refused":      {cells: []Cell{{n: 7*schemas.MaxReportRequests + 2, cost: [2]uint64{7*schemas.MaxReportRequests + 3}}}, rule: "r", want: counted{0, 7*schemas.MaxReportRequests + 2, 7*schemas.MaxReportRequests + 3}},
+		"few that cost much": {cells: []Cell{{n: 4, cost: [2]uint64{4 * schemas.MaxReportCost}}}, rule: "r", want: counted{0, 4, 4 * schemas.MaxReportCost}},
+		"a damaged cell":     {cells: []Cell{{n: 2, cost: [2]uint64{math.MaxUint64}}}, want: counted{2, 0, 2 * schemas.MaxReportCost}},
+		"a worse one":        {cells: []Cell{{n: math.MaxUint64, cost: [2]uint64{math.MaxUint64, math.MaxUint64}}}, want: counted{maxParts * schemas.MaxReportRequests, 0, maxParts * schemas.MaxReportCost}},
+	} {
+		p := newPending()
+		for i := range c.cells {
+			c.cells[i].first = now.UnixNano()
+			p.addUsage(&cell{key: usageKey{"a", "b", c.rule, ""}, at: &c.cells[i]})
+		}
+		var got counted
+		for r, at := p.cut(cut{}, 500, 1<<20); r != nil; r, at = p.cut(at, 500, 1<<20) {
+			r.Boot, r.Seq = "b", 1
+			if err := r.Validate(now); err != nil {
+				t.Fatalf("%s: a report that nobody takes: %v", name, err)
 			}
-			cost += u.Cost
-			n += u.Allowed
+			for _, u := range r.Usage {
+				if u.Allowed+u.Rejected == 0 {
+					t.Fatalf("%s: %+v is of no request", name, u)
+				}
+				got.allowed, got.rejected, got.cost = got.allowed+u.Allowed, got.rejected+u.Rejected, got.cost+u.Cost
+			}
+		}
+		if got != c.want {
+			t.Errorf("%s: reports tell of %+v, want %+v", name, got, c.want)
 		}
 	}
-	if n != 10 || cost != 5*(schemas.MaxCount/2) {
-		t.Errorf("requests %d of cost %d", n, cost)
+}
+
+// Requests that ask for as much as there is do not make the costs of a count begin again from 0.
+func TestCostsOfACellStopAtTheLargestNumber(t *testing.T) {
+	var c Cell
+	c.Begin(1)
+	for range 3 {
+		c.Add(math.MaxUint64/2 - 1)
+	}
+	if n, cost, _ := c.Read(); n != 3 || cost != math.MaxUint64 {
+		t.Errorf("%d requests of cost %d", n, cost)
 	}
 }
 
@@ -729,7 +762,7 @@ func TestSizeBoundHolds(t *testing.T) {
 	now := time.Now()
 	for i := range 2000 {
 		k := fmt.Sprintf("%s%d", long[:250], i)
-		p.addUsage(&cell{key: usageKey{k, long, long, long}, at: &Cell{n: schemas.MaxCount, cost: [2]uint64{schemas.MaxCount, schemas.MaxCount}, first: now.UnixNano()}})
+		p.addUsage(&cell{key: usageKey{k, long, long, long}, at: &Cell{n: 1e6, cost: [2]uint64{1e6}, first: now.UnixNano()}})
 		p.addTokens(schemas.Tokens{Rule: long, Layer: long, Key: k, Tenant: long, Mode: "enforce", RateNanos: 1<<63 - 1, Capacity: 1<<63 - 1, LimitRateNanos: 1<<63 - 1,
 			LimitBurst: 1<<63 - 1, Taken: schemas.MaxCount, Refused: schemas.MaxCount, Cum: schemas.MaxCount, Incarnation: 1<<32 - 1, TokensMin: -1 << 63, TokensLast: -1 << 63, Window: 1<<63 - 1})
 		p.addRejections([]schemas.Rejection{{Time: now, Tenant: long, Route: long, Rule: long, Layer: long, Method: long, Path: long, Client: long, RetryAfterMS: 1<<63 - 1, Instance: long}}, 1<<20)

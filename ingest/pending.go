@@ -41,11 +41,15 @@ func hourAt(ns int64) int64 {
 	return h
 }
 
-// Usage is what a cell counted, as a report carries it.
+// maxParts bounds the reports that one count is divided among. No process counts more in an hour: what is more is damaged.
+const maxParts = 10_000
+
+// Usage is what a cell counted, which may be as much as maxParts reports can say.
 func (c *Cell) Usage(tenant, route, rule, layer string) schemas.Usage {
 	n, cost, first := c.Read()
+	n = min(n, maxParts*schemas.MaxReportRequests)
 	u := schemas.Usage{Time: time.Unix(0, first).UTC(), Tenant: text(tenant), Route: text(route), Rule: text(rule), Layer: text(layer),
-		Cost: min(cost, schemas.MaxCount)}
+		Cost: min(cost, min(n, maxParts)*schemas.MaxReportCost)}
 	if u.Rule == "" {
 		u.Layer, u.Allowed = "", n
 	} else {
@@ -54,13 +58,26 @@ func (c *Cell) Usage(tenant, route, rule, layer string) schemas.Usage {
 	return u
 }
 
-// addUsage adds a cell. A key may have one in several shards.
+// addUsage adds a cell, in as many parts as reports can say it in. A key may have a cell in several shards.
 func (p *pending) addUsage(c *cell) {
 	u := c.at.Usage(c.key.tenant, c.key.route, c.key.rule, c.key.layer)
+	n := &u.Allowed
+	if u.Rule != "" {
+		n = &u.Rejected
+	}
+	requests, cost := *n, u.Cost
+	for parts := max(1, (requests+schemas.MaxReportRequests-1)/schemas.MaxReportRequests, (cost+schemas.MaxReportCost-1)/schemas.MaxReportCost); parts > 0; parts-- {
+		*n, u.Cost = requests/parts, cost/parts
+		requests, cost = requests-*n, cost-u.Cost
+		p.add(u)
+	}
+}
+
+func (p *pending) add(u schemas.Usage) {
 	k := hourKey{usageKey{u.Tenant, u.Route, u.Rule, u.Layer}, hourAt(u.Time.UnixNano())}
 	i, ok := p.usageAt[k]
 	// An entry that would leave the bounds of a report goes beside the first; only the newer one grows.
-	if ok && p.usage[i].Allowed+u.Allowed <= schemas.MaxCount && p.usage[i].Rejected+u.Rejected <= schemas.MaxCount && p.usage[i].Cost+u.Cost <= schemas.MaxCount {
+	if ok && p.usage[i].Allowed+u.Allowed <= schemas.MaxReportRequests && p.usage[i].Rejected+u.Rejected <= schemas.MaxReportRequests && p.usage[i].Cost+u.Cost <= schemas.MaxReportCost {
 		have := &p.usage[i]
 		have.Allowed += u.Allowed
 		have.Rejected += u.Rejected
@@ -106,8 +123,8 @@ const (
 	reportBytes    = 256
 )
 
-// cut returns a report of at most maxEntries entries and maxBytes encoded bytes with what follows from, buckets first,
-// for throttling waits for them, and where it ends. It returns nil when nothing follows.
+// cut returns a report of at most maxEntries entries and maxBytes encoded bytes, within the bounds of what one adds up to, with what follows
+// from, buckets first, for throttling waits for them, and where it ends. It returns nil when nothing follows.
 func (p *pending) cut(from cut, maxEntries, maxBytes int) (*schemas.Report, cut) {
 	to := from
 	size, left := reportBytes, maxEntries
@@ -126,9 +143,11 @@ func (p *pending) cut(from cut, maxEntries, maxBytes int) (*schemas.Report, cut)
 		}
 		to.tokens++
 	}
+	var requests, cost uint64
 	for to.usage < len(p.usage) {
 		u := &p.usage[to.usage]
-		if !fits(usageBytes + len(u.Tenant) + len(u.Route) + len(u.Rule) + len(u.Layer)) {
+		requests, cost = requests+u.Allowed+u.Rejected, cost+u.Cost
+		if requests > schemas.MaxReportRequests || cost > schemas.MaxReportCost || !fits(usageBytes+len(u.Tenant)+len(u.Route)+len(u.Rule)+len(u.Layer)) {
 			break
 		}
 		to.usage++

@@ -3,6 +3,7 @@ package ingest
 import (
 	"context"
 	"errors"
+	"math"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -67,10 +68,11 @@ func (c *Cell) Begin(first int64) {
 	c.cost[0], c.first = 0, first
 }
 
-// Add counts a request.
+// Add counts a request. Costs stop at the largest number, and do not begin again from 0.
 func (c *Cell) Add(cost uint64) {
 	n := c.n
-	c.cost[(n+1)&1] = c.cost[n&1] + cost
+	was := c.cost[n&1]
+	c.cost[(n+1)&1] = was + min(cost, math.MaxUint64-was)
 	atomic.StoreUint64(&c.n, n+1)
 }
 

@@ -10,6 +10,7 @@ import (
 	"os"
 	"path/filepath"
 	"reflect"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -160,7 +161,7 @@ func TestSmallestJSONReport(t *testing.T) {
 func TestEntriesComeBackNormal(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		n := func(name string, max uint64) uint64 { return rapid.Uint64Range(0, max).Draw(t, name) }
-		u := Usage{Rule: "r", Layer: "l", Allowed: n("allowed", MaxCount), Rejected: n("rejected", MaxCount), Cost: n("cost", MaxCount)}
+		u := Usage{Rule: "r", Layer: "l", Allowed: n("allowed", MaxReportRequests), Rejected: n("rejected", MaxReportRequests), Cost: n("cost", MaxReportCost)}
 		cost := u.Cost
 		if cost == 0 {
 			cost = u.Allowed + u.Rejected
@@ -188,6 +189,7 @@ func random(t *rapid.T) *Report {
 	legible := rapid.Rune().Filter(func(r rune) bool { return !unicode.IsControl(r) })
 	text := func(name string) string { return rapid.StringOfN(legible, 0, -1, MaxTextBytes).Draw(t, name) }
 	count := func(name string) uint64 { return rapid.Uint64Range(0, MaxCount).Draw(t, name) }
+	part := func(name string, all uint64) uint64 { return rapid.Uint64Range(0, all/5).Draw(t, name) } // of five entries
 	at := func(name string) time.Time {
 		return arrived.Add(time.Duration(rapid.Int64Range(-int64(MaxBehind), int64(MaxAhead)).Draw(t, name)))
 	}
@@ -198,12 +200,11 @@ func random(t *rapid.T) *Report {
 	for range rapid.IntRange(0, 5).Draw(t, "usage") {
 		u := Usage{Time: at("ts"), Tenant: text("tenant"), Route: text("route")}
 		if rapid.Bool().Draw(t, "refused") {
-			u.Rule, u.Layer, u.Rejected = "r"+rapid.StringOfN(legible, 0, 10, 100).Draw(t, "rule"), text("layer"), count("rejected")+1
-			u.Rejected = min(u.Rejected, MaxCount)
+			u.Rule, u.Layer, u.Rejected = "r"+rapid.StringOfN(legible, 0, 10, 100).Draw(t, "rule"), text("layer"), max(part("rejected", MaxReportRequests), 1)
 		} else {
-			u.Allowed = count("allowed")
+			u.Allowed = part("allowed", MaxReportRequests)
 		}
-		if u.Cost = count("cost"); u.Cost == 0 {
+		if u.Cost = part("cost", MaxReportCost); u.Cost == 0 {
 			u.Cost = u.Allowed + u.Rejected
 		}
 		r.Usage = append(r.Usage, u)
@@ -382,7 +383,7 @@ func TestB007NegativeAndMalformedCounts(t *testing.T) {
 			}
 		}
 	}
-	for _, n := range []uint64{1 << 63, math.MaxUint64, MaxCount + 1} { // -5 and the like, seen by a varint
+	for _, n := range []uint64{1 << 63, math.MaxUint64, MaxReportRequests + 1} { // -5 and the like, seen by a varint
 		pb, err := proto.Marshal(&weirpb.Report{Boot: "b", Seq: 1, Usage: []*weirpb.Usage{{TsNs: arrived.UnixNano(), Tenant: "a", Route: "r", Allowed: n}}})
 		if err != nil {
 			t.Fatal(err)
@@ -390,6 +391,49 @@ func TestB007NegativeAndMalformedCounts(t *testing.T) {
 		if why := refusal(t, subject, ContentProtobuf, pb); why.Reason != ReasonInvalid || why.Field != "usage[0].allowed" {
 			t.Errorf("allowed %d is refused as %v", n, why)
 		}
+	}
+}
+
+// A report cannot make a sum wrap: neither its own, nor, within any time, one of many reports. What is in its entries together is bounded.
+func TestUsageOfAReportIsBoundedInSum(t *testing.T) {
+	entries := func(n int, u Usage) []byte {
+		u.Time, u.Tenant, u.Route = arrived, "a", "r"
+		body, err := EncodeReport(&Report{Boot: "b", Seq: 1, Usage: slices.Repeat([]Usage{u}, n)})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return body
+	}
+	for name, c := range map[string]struct {
+		n             int
+		u             Usage
+		field, detail string
+	}{
+		"2^64 in all, which each entry may be a part of": {2049, Usage{Allowed: math.MaxInt64 >> 10}, "usage[0].allowed", "is 9007199254740991, want at most 10000000000"},
+		"the largest entries":                            {20_000, Usage{Allowed: MaxReportRequests}, "usage[1]", "brings the requests of the report to 20000000000, want at most 10000000000 in one"},
+		"one entry of both outcomes":                     {1, Usage{Rule: "x", Allowed: MaxReportRequests, Rejected: 1}, "usage[0]", "brings the requests of the report to 10000000001, want at most 10000000000 in one"},
+		"one too many":                                   {101, Usage{Rule: "x", Rejected: MaxReportRequests/100 - 1, Cost: 1}, "usage[100]", "brings the requests of the report to 10099999899, want at most 10000000000 in one"},
+		"cost":                                           {3, Usage{Allowed: 1, Cost: MaxReportCost / 2}, "usage[2].cost", "brings the cost of the report to 150000000000, want at most 100000000000 in one"},
+		"requests that cost one each, for it is not said": {11, Usage{Allowed: MaxReportRequests / 10}, "usage[10]", "brings the requests of the report to 11000000000, want at most 10000000000 in one"},
+	} {
+		if why := refusal(t, subject, ContentProtobuf, entries(c.n, c.u)); why.Reason != ReasonInvalid || why.Field != c.field || why.Detail != c.detail {
+			t.Errorf("%s is refused as %v", name, why)
+		}
+	}
+	for name, body := range map[string][]byte{
+		"requests": entries(100, Usage{Allowed: MaxReportRequests / 100}),
+		"cost":     entries(100, Usage{Allowed: 1, Cost: MaxReportCost / 100}),
+	} {
+		if _, err := DecodeReport(subject, ContentProtobuf, body, arrived); err != nil {
+			t.Errorf("as much as there may be of %s: %v", name, err)
+		}
+	}
+	// Half of the bounds' reports of ten thousand a second take longer than anybody looks away.
+	if reports := uint64(math.MaxInt64) / MaxReportRequests; reports < 24*3600*10_000 {
+		t.Errorf("%d reports make a sum of requests negative", reports)
+	}
+	if reports := uint64(math.MaxInt64) / MaxReportCost; reports < 2*3600*10_000 {
+		t.Errorf("%d reports make a sum of costs negative", reports)
 	}
 }
 

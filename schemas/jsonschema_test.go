@@ -77,8 +77,13 @@ func TestSchemaHasTheFieldsOfTheCode(t *testing.T) {
 			t.Errorf("%s: additionalProperties is %v, want false: the decoder is strict", c.name, o["additionalProperties"])
 		}
 	}
-	if got := defs["count"].(object)["maximum"].(float64); uint64(got) != MaxCount {
-		t.Errorf("largest count is %v, want %d", got, uint64(MaxCount))
+	for name, want := range map[string]uint64{"count": MaxCount, "requests": MaxReportRequests, "cost": MaxReportCost} {
+		if got := defs[name].(object)["maximum"].(float64); uint64(got) != want {
+			t.Errorf("largest %s is %v, want %d", name, got, want)
+		}
+	}
+	if said := s["properties"].(object)["usage"].(object)["description"].(string); !strings.Contains(said, fmt.Sprint(uint64(MaxReportRequests))) || !strings.Contains(said, fmt.Sprint(uint64(MaxReportCost))) {
+		t.Errorf("usage is described as %q, want the bounds of its sums in it", said)
 	}
 	if got := s["properties"].(object)["seq"].(object)["maximum"].(float64); uint64(got) != MaxCount {
 		t.Errorf("largest seq is %v, want %d", got, uint64(MaxCount))
@@ -180,8 +185,11 @@ func TestSchemaAndDecoderAgree(t *testing.T) {
 		{smallest, true},
 		{string(fixture), true},
 		{usage(``), true},
-		{usage(`,"allowed":9007199254740991`), true},
-		{usage(`,"allowed":9007199254740992`), false},
+		{usage(`,"allowed":10000000000`), true},
+		{usage(`,"allowed":10000000001`), false},
+		{usage(`,"rule":"x","rejected":10000000001`), false},
+		{usage(`,"cost":100000000000`), true},
+		{usage(`,"cost":100000000001`), false},
 		{usage(`,"allowed":-1`), false},
 		{usage(`,"allowed":1.5`), false},
 		{usage(`,"allowed":"1"`), false},

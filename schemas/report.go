@@ -15,9 +15,20 @@ import (
 const (
 	MaxReportBytes = 1 << 20             // a body of more is refused
 	MaxTextBytes   = 256                 // tenant, route, rule, key and other texts, which have no control characters
-	MaxCount       = math.MaxInt64 >> 10 // requests or tokens in one entry, reports of a boot
+	MaxCount       = math.MaxInt64 >> 10 // tokens of one bucket, reports of a boot
 	MaxAhead       = 24 * time.Hour      // a timestamp may be this far after arrival
 	MaxBehind      = 366 * 24 * time.Hour
+)
+
+// Bounds of what the usage of one report adds up to. Sums of usage are 64 bits wide wherever they are kept, and one that wraps lowers what
+// it counts: whoever can publish as a gateway could have another tenant's bill vanish. Within these bounds 1.8 billion reports of
+// requests, or 180 million of tokens, make a sum wrap, and half of them make it negative for all to see; the history, which takes
+// some ten thousand reports a second at best, would do nothing else for two days, or five hours. A gateway that has more to say says it in
+// several reports, as ours do with what an outage gathers; one report is a million requests a second for three hours, or 100 Gbit/s for eight
+// seconds where tokens are bytes.
+const (
+	MaxReportRequests = 10_000_000_000  // allowed and rejected
+	MaxReportCost     = 100_000_000_000 // tokens asked for
 )
 
 // Report is one sealed flush of one gateway. (Gateway, Boot, Seq) names it for ever, and its content never changes.
@@ -120,9 +131,18 @@ func (r *Report) Validate(arrived time.Time) error {
 	if r.Seq > MaxCount { // nobody has sealed so many
 		return invalid("seq", "is %d, want at most %d", r.Seq, uint64(MaxCount))
 	}
+	var requests, cost uint64
 	for i := range r.Usage {
 		if r.Usage[i].validate("", arrived) != nil { // its path only where it is wanted: this is most of a history's input
 			return r.Usage[i].validate(fmt.Sprintf("usage[%d]", i), arrived)
+		}
+		requests += r.Usage[i].Allowed + r.Usage[i].Rejected // of entries within their own bounds: this cannot wrap
+		cost += r.Usage[i].Cost
+		if requests > MaxReportRequests {
+			return invalid(fmt.Sprintf("usage[%d]", i), "brings the requests of the report to %d, want at most %d in one", requests, uint64(MaxReportRequests))
+		}
+		if cost > MaxReportCost {
+			return invalid(fmt.Sprintf("usage[%d].cost", i), "brings the cost of the report to %d, want at most %d in one", cost, uint64(MaxReportCost))
 		}
 	}
 	for i := range r.Tokens {
@@ -148,7 +168,7 @@ func (u *Usage) validate(at string, arrived time.Time) error {
 	if u.Rejected > 0 && u.Rule == "" {
 		return invalid(at+".rule", "is missing though %d were rejected", u.Rejected)
 	}
-	return validCounts(at, count{"allowed", u.Allowed}, count{"rejected", u.Rejected}, count{"cost", u.Cost})
+	return validCounts(at, count{"allowed", u.Allowed, MaxReportRequests}, count{"rejected", u.Rejected, MaxReportRequests}, count{"cost", u.Cost, MaxReportCost})
 }
 
 func (t *Tokens) validate(at string) error {
@@ -178,7 +198,7 @@ func (t *Tokens) validate(at string) error {
 	if err := validTexts(at, "key", unescaped(t.Key)); err != nil { // what a gateway that is given this key reads in it
 		return err
 	}
-	return validCounts(at, count{"taken", t.Taken}, count{"refused", t.Refused}, count{"cum", t.Cum}, count{"granted", t.Granted})
+	return validCounts(at, count{"taken", t.Taken, MaxCount}, count{"refused", t.Refused, MaxCount}, count{"cum", t.Cum, MaxCount}, count{"granted", t.Granted, MaxCount})
 }
 
 func (j *Rejection) validate(at string, arrived time.Time) error {
@@ -236,20 +256,20 @@ func unescaped(key string) string {
 }
 
 type count struct {
-	field string
-	n     uint64
+	field   string
+	n, most uint64
 }
 
 func validCounts(at string, counts ...count) error {
 	for _, c := range counts {
-		if c.n > MaxCount {
-			return invalid(at+"."+c.field, "is %d, want at most %d", c.n, uint64(MaxCount))
+		if c.n > c.most {
+			return invalid(at+"."+c.field, "is %d, want at most %d", c.n, c.most)
 		}
 	}
 	return nil
 }
 
-// Requests is the number of requests that r accounts for.
+// Requests is the number of requests that r accounts for, of a valid report at most MaxReportRequests.
 func (r *Report) Requests() uint64 {
 	var n uint64
 	for i := range r.Usage {

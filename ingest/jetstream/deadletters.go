@@ -267,9 +267,9 @@ func claimOfJSON(body []byte) (c Claim) {
 	return c
 }
 
-// count adds requests, unless there are more than there can be.
+// count adds requests, unless there are more than there can be in a report.
 func (c *Claim) count(allowed, rejected uint64) {
-	if allowed > schemas.MaxCount || rejected > schemas.MaxCount || c.Requests+allowed+rejected > schemas.MaxCount {
+	if allowed > schemas.MaxReportRequests || rejected > schemas.MaxReportRequests || c.Requests+allowed+rejected > schemas.MaxReportRequests {
 		c.Counted = false
 		return
 	}
