@@ -83,8 +83,22 @@ var correctionsTable = table[Correction]{"corrections", []column[Correction]{
 	col("made", instant, func(c *Correction) time.Time { return c.Made }),
 }}
 
+const (
+	correctTries  = 200             // of a correction beside others: one of those that are made at once is stored in each round
+	correctSettle = 2 * time.Second // a server that knows a token has its row by then, or never
+	correctLook   = 50 * time.Millisecond
+)
+
 // Correct adds a correction and returns it with its ref. It refuses one after which a count would be below zero, one of a
-// gateway that nobody has heard of, and one whose ref names another correction.
+// gateway that nobody has heard of, and one whose ref names another correction. Many may be made at once, by many processes: equal
+// ones of one ref are one, and what the others have left no room for is refused. After an error of the way to the server it may be
+// stored or not, and the same ref again tells.
+//
+// What was checked has to hold when the row is stored. So corrections are numbered within their month, which is their partition: the
+// number is how many there are, read before the checks, and the insert's token is made of it. Of all who have checked beside the same
+// rows ClickHouse stores the first, and drops the others without a word. Who then finds more rows, and not its own, begins again. Who
+// finds no more, in all the time that a server takes between token and row, has a token without a row: the server was killed between the
+// two, or the row was deleted. Nothing has changed then, and the next token of the number is tried.
 func (s *Store) Correct(ctx context.Context, c Correction) (Correction, error) {
 	const doing = "correct usage"
 	if err := c.Validate(); err != nil {
@@ -97,43 +111,109 @@ func (s *Store) Correct(ctx context.Context, c Correction) (Correction, error) {
 		c.Ref = strings.ToLower(rand.Text()[:12])
 	}
 	c.Hour, c.Made = c.Hour.UTC(), c.Made.UTC().Truncate(time.Millisecond)
-	have, err := s.Corrections(ctx, time.Unix(0, 0), time.Unix(1<<32, 0), c.Ref)
-	if err != nil {
-		return c, err
-	}
-	if len(have) > 0 {
-		h := have[0]
-		c.Made = h.Made
-		if h != c {
-			return c, fmt.Errorf("%w: ref %q names another one, of %s", ErrCorrection, c.Ref, h.Made.Format(time.RFC3339))
+	var last uint64
+	used := -1 // tokens of last that have no row
+	for range correctTries {
+		number, err := s.correctionsOf(ctx, c.Hour)
+		if err != nil {
+			return c, s.explain(doing, err)
 		}
-		return h, nil // made already
+		if made, err := s.made(ctx, &c); made || err != nil {
+			return c, err
+		}
+		if err := s.bearable(ctx, &c); err != nil {
+			return c, err
+		}
+		if used++; number != last {
+			last, used = number, 0
+		}
+		unsure := insert(ctx, s, correctionsTable, fmt.Sprintf("correction-%s-%d-%d", c.Hour.Format("2006-01"), number, used), []Correction{c})
+		made, err := s.settles(ctx, &c, number)
+		switch {
+		case made || errors.Is(err, ErrCorrection):
+			return c, err
+		case unsure != nil && !refusal(unsure):
+			return c, fmt.Errorf("%w (whether correction %q is stored is unknown: the same ref again tells)", s.explain(doing, unsure), c.Ref)
+		case unsure != nil:
+			return c, s.explain(doing, unsure)
+		case err != nil:
+			return c, err
+		}
 	}
+	return c, fmt.Errorf("%s: nothing is stored after %d tries, for others correct %s all the time", doing, correctTries, c.Hour.Format("January 2006"))
+}
+
+// correctionsOf is how many corrections there are of the month of an hour; its errors are the driver's.
+func (s *Store) correctionsOf(ctx context.Context, hour time.Time) (n uint64, err error) {
+	month := time.Date(hour.Year(), hour.Month(), 1, 0, 0, 0, 0, time.UTC)
+	err = s.conn.QueryRow(ctx, "SELECT count() FROM corrections FINAL WHERE "+within, window(month, month.AddDate(0, 1, 0))...).Scan(&n)
+	return n, err
+}
+
+// made says whether c is there, which it then is as it was made. Another one of its ref is an error.
+func (s *Store) made(ctx context.Context, c *Correction) (bool, error) {
+	have, err := s.Corrections(ctx, time.Unix(0, 0), time.Unix(1<<32, 0), c.Ref)
+	if err != nil || len(have) == 0 {
+		return false, err
+	}
+	for _, h := range have {
+		c.Made = h.Made
+		if h != *c {
+			return false, fmt.Errorf("%w: ref %q names another one, made %s, of %s", ErrCorrection, c.Ref, h.Made.Format(time.RFC3339), h.Hour.Format(time.RFC3339))
+		}
+	}
+	return true, nil
+}
+
+// settles waits until c is there, or other corrections are than number of them, or nothing will change.
+func (s *Store) settles(ctx context.Context, c *Correction, number uint64) (made bool, err error) {
+	for until := time.Now().Add(correctSettle); ; {
+		if made, err = s.made(ctx, c); made || err != nil {
+			return made, err
+		}
+		n, err := s.correctionsOf(ctx, c.Hour)
+		if err != nil || n != number || time.Now().After(until) {
+			return false, s.explain("read corrections", err)
+		}
+		select {
+		case <-ctx.Done():
+			return false, ctx.Err()
+		case <-time.After(correctLook):
+		}
+	}
+}
+
+// bearable is nil when what is on record bears c.
+func (s *Store) bearable(ctx context.Context, c *Correction) error {
+	const doing = "look at what is to be corrected"
 	var known bool
 	if err := s.conn.QueryRow(ctx, `SELECT (SELECT count() FROM (SELECT 1 FROM reports WHERE gateway = {gateway:String} LIMIT 1))
 			+ (SELECT count() FROM (SELECT 1 FROM corrections WHERE gateway = {gateway:String} LIMIT 1)) > 0`, ch.Named("gateway", c.Gateway)).Scan(&known); err != nil {
-		return c, s.explain(doing, err)
+		return s.explain(doing, err)
 	}
 	if !known {
-		return c, fmt.Errorf("%w: gateway is %q, of which there is no report and no correction", ErrCorrection, c.Gateway)
+		return fmt.Errorf("%w: gateway is %q, of which there is no report and no correction", ErrCorrection, c.Gateway)
 	}
-	var allowed, rejected, cost int64
+	var have Counts
 	if err := s.conn.QueryRow(ctx, `SELECT sum(a), sum(r), sum(c) FROM (
 			SELECT toInt64(allowed) AS a, toInt64(rejected) AS r, toInt64(cost) AS c FROM usage FINAL WHERE `+within+sameCount+`
 			UNION ALL SELECT allowed, rejected, cost FROM corrections FINAL WHERE `+within+sameCount+`)`+final,
 		append(window(c.Hour, c.Hour.Add(time.Hour)), ch.Named("tenant", c.Tenant), ch.Named("gateway", c.Gateway), ch.Named("route", c.Route), ch.Named("rule", c.Rule))...).
-		Scan(&allowed, &rejected, &cost); err != nil {
-		return c, s.explain(doing, err)
+		Scan(&have.Allowed, &have.Rejected, &have.Cost); err != nil {
+		return s.explain(doing, err)
 	}
 	for _, f := range []struct {
 		name    string
 		have, n int64
-	}{{"allowed", allowed, c.Allowed}, {"rejected", rejected, c.Rejected}, {"cost", cost, c.Cost}} {
-		if f.have+f.n < 0 {
-			return c, fmt.Errorf("%w: %s %d would be below zero, for %d are on record", ErrCorrection, f.name, f.n, f.have)
+	}{{"allowed", have.Allowed, c.Allowed}, {"rejected", have.Rejected, c.Rejected}, {"cost", have.Cost, c.Cost}} {
+		if f.n < 0 && f.have+f.n < 0 {
+			return fmt.Errorf("%w: %s %d would be below zero, for %d are on record", ErrCorrection, f.name, f.n, f.have)
+		}
+		if f.n > 0 && f.have > schemas.MaxCount-f.n {
+			return fmt.Errorf("%w: %s %d would be above %d, for %d are on record", ErrCorrection, f.name, f.n, int64(schemas.MaxCount), f.have)
 		}
 	}
-	return c, s.explain(doing, insert(ctx, s, correctionsTable, "correction-"+c.Ref, []Correction{c}))
+	return nil
 }
 
 // Unheard returns what a correction names of which nothing is on record in any hour, by the name of the field: "tenant", "route" (of the

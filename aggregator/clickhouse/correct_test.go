@@ -1,10 +1,16 @@
 package clickhouse
 
 import (
+	"encoding/json"
 	"errors"
 	"slices"
+	"strings"
+	"sync"
 	"testing"
 	"time"
+
+	"github.com/weirhq/weir/internal/embedded/embeddedtest"
+	"github.com/weirhq/weir/schemas"
 )
 
 // A correction is added to every answer that holds its hour whole, once however often it is made, and changes no usage.
@@ -18,7 +24,7 @@ func TestCorrections(t *testing.T) {
 		}
 	}
 	wantUsage(t, s, 10, 30)
-	totals := func(from, to time.Time) uint64 {
+	totals := func(from, to time.Time) int64 {
 		t.Helper()
 		got, err := s.Totals(t.Context(), from, to)
 		if err != nil {
@@ -28,7 +34,7 @@ func TestCorrections(t *testing.T) {
 	}
 	for _, w := range []struct {
 		from, to time.Time
-		want     uint64
+		want     int64
 	}{
 		{noon, noon.Add(time.Hour), 25},
 		{noon.Add(-time.Hour), noon.Add(24 * time.Hour), 25},
@@ -47,12 +53,12 @@ func TestCorrections(t *testing.T) {
 			t.Errorf("Top has %+v, want 1 request", x)
 		}
 	}
-	for step, points := range map[time.Duration]uint64{24 * time.Hour: 1, time.Hour: 1, time.Minute: 6, 90 * time.Minute: 6} {
+	for step, points := range map[time.Duration]int64{24 * time.Hour: 1, time.Hour: 1, time.Minute: 6, 90 * time.Minute: 6} {
 		u, err := s.Tenant(t.Context(), "tenant-0", noon.Truncate(24*time.Hour), noon.Truncate(24*time.Hour).Add(24*time.Hour), step)
 		if err != nil || u.Requests != 1 {
 			t.Errorf("Tenant by %s = %d requests, %v, want 1 as Top says", step, u.Requests, err)
 		}
-		var inPoints, inRoutes uint64
+		var inPoints, inRoutes int64
 		for _, p := range u.Points {
 			inPoints += p.Requests()
 		}
@@ -117,10 +123,11 @@ func TestCorrectionsOfThePresentHour(t *testing.T) {
 	}
 	soon := now.Add(5 * time.Minute)
 	for _, w := range []struct {
-		from, to                   time.Time
-		step                       time.Duration
-		total, others, points, cut uint64
-		apart                      bool
+		from, to              time.Time
+		step                  time.Duration
+		total, others, points int64
+		cut                   uint64
+		apart                 bool
 	}{
 		{hour, soon, time.Hour, 100, 0, 100, 0, false},
 		{before, soon, time.Hour, 206, 24, 206, 0, false},
@@ -132,7 +139,7 @@ func TestCorrectionsOfThePresentHour(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		var points uint64
+		var points int64
 		for _, p := range u.Points {
 			points += p.Requests()
 		}
@@ -165,6 +172,161 @@ func TestCorrectionsOfNoHourThatWas(t *testing.T) {
 		c := Correction{Hour: hour, Gateway: "a", Tenant: "t", Route: "r", Allowed: 1, Reason: "why", Author: "kim"}
 		if err := c.Validate(); (err == nil) != ok || !ok && !errors.Is(err, ErrCorrection) {
 			t.Errorf("a correction of %s: %v", hour, err)
+		}
+	}
+}
+
+// Of corrections that are made at once, by several processes, each has checked what is on record with those before it.
+func TestCorrectionsAtOnce(t *testing.T) {
+	server := embeddedtest.ClickHouse(t)
+	s := open(t, server.URL())
+	store(t, s, batchOf(1, reportAt("a", 1, noon, 10))) // tenant-0: rows 0 and 7, 6 allowed
+	all := func(many int, of func(i int) Correction) (made []Correction, refused int) {
+		t.Helper()
+		var mu sync.Mutex
+		var wg sync.WaitGroup
+		processes := []*Store{s, open(t, server.URL()), open(t, server.URL())}
+		for i := range many {
+			wg.Go(func() {
+				c, err := processes[i%len(processes)].Correct(t.Context(), of(i))
+				mu.Lock()
+				defer mu.Unlock()
+				switch {
+				case err == nil:
+					made = append(made, c)
+				case errors.Is(err, ErrCorrection):
+					refused++
+				default:
+					t.Errorf("Correct = %v", err)
+				}
+			})
+		}
+		wg.Wait()
+		return made, refused
+	}
+	of := func(ref string, tenant string, allowed int64) Correction {
+		return Correction{Ref: ref, Hour: noon, Gateway: "a", Tenant: tenant, Route: "orders", Allowed: allowed, Reason: "why", Author: "kim"}
+	}
+	rows := func(where string) uint64 {
+		return number(t, s, "(SELECT count() FROM corrections FINAL WHERE "+where+")")
+	}
+
+	if made, refused := all(12, func(int) Correction { return of("", "tenant-0", -6) }); len(made) != 1 || refused != 11 || rows("1") != 1 {
+		t.Errorf("%d corrections that each take all away are made and %d refused, and %d stored, want 1 of them", len(made), refused, rows("1"))
+	}
+	if u, err := s.Tenant(t.Context(), "tenant-0", noon, noon.Add(time.Hour), time.Hour); err != nil || u.Requests != 0 {
+		t.Errorf("Tenant has %d requests, %v, want none", u.Requests, err)
+	}
+	made, refused := all(12, func(int) Correction { return of("one", "tenant-1", 5) })
+	if len(made) != 12 || refused != 0 || rows("tenant = 'tenant-1'") != 1 {
+		t.Errorf("of equal corrections of one ref %d are made and %d refused, and %d stored, want one", len(made), refused, rows("tenant = 'tenant-1'"))
+	}
+	for _, c := range made {
+		if c != made[0] {
+			t.Errorf("one correction is told as %+v and as %+v", made[0], c)
+		}
+	}
+	made, refused = all(12, func(i int) Correction { return of("another", "tenant-2", int64(i+1)) })
+	if len(made) != 1 || refused != 11 || rows("tenant = 'tenant-2'") != 1 {
+		t.Errorf("of other corrections of one ref %d are made and %d refused, and %d stored, want one", len(made), refused, rows("tenant = 'tenant-2'"))
+	}
+	made, refused = all(12, func(int) Correction { return of("", "tenant-3", 1) })
+	if len(made) != 12 || refused != 0 || rows("tenant = 'tenant-3'") != 12 {
+		t.Errorf("of corrections that go together %d are made and %d refused, and %d stored, want 12", len(made), refused, rows("tenant = 'tenant-3'"))
+	}
+	// Months are partitions, and each knows tokens of its own. What one ref names in two of them is told.
+	made, refused = all(8, func(i int) Correction {
+		c := of("months", "tenant-4", 1)
+		c.Hour = noon.AddDate(0, -i%2, 0)
+		return c
+	})
+	if n := rows("ref = 'months'"); n > 2 || n == 2 && refused == 0 || len(made)+refused != 8 {
+		t.Errorf("of one ref in two months %d are made and %d refused, and %d stored", len(made), refused, n)
+	}
+}
+
+// A token can be known of a row that is not there: a server was killed between the two, or the row was deleted. The next correction
+// is stored all the same, and once.
+func TestCorrectionUnderATokenWithoutARow(t *testing.T) {
+	s := fresh(t)
+	store(t, s, batchOf(1, reportAt("a", 1, noon, 10)))
+	c := Correction{Hour: noon, Gateway: "a", Tenant: "tenant-0", Route: "orders", Allowed: -4, Reason: "why", Author: "kim"}
+	for range 2 {
+		if _, err := s.Correct(t.Context(), c); err != nil {
+			t.Fatal(err)
+		}
+		run(t, s, "ALTER TABLE corrections DELETE WHERE 1 SETTINGS mutations_sync = 2")
+	}
+	for range 2 {
+		c.Ref = "again"
+		if _, err := s.Correct(t.Context(), c); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if n := number(t, s, "(SELECT count() FROM corrections)"); n != 1 {
+		t.Errorf("%d corrections are stored, want 1", n)
+	}
+	run(t, s, "ALTER TABLE corrections DROP PARTITION '"+noon.Format("200601")+"'")
+	c.Ref = ""
+	if _, err := s.Correct(t.Context(), c); err != nil {
+		t.Fatal(err)
+	}
+	if n := number(t, s, "(SELECT count() FROM corrections)"); n != 1 {
+		t.Errorf("%d corrections are stored after the month was dropped, want 1", n)
+	}
+}
+
+// A correction whose answer is lost is looked for: stored, it is made; if not it may still come to be, and its ref tells.
+func TestCorrectionWhoseAnswerIsLost(t *testing.T) {
+	server := embeddedtest.ClickHouse(t)
+	direct := open(t, server.URL())
+	store(t, direct, batchOf(1, reportAt("a", 1, noon, 10)))
+	p, through := newProxy(t, server.URL())
+	s := unmigrated(t, through)
+	for f, stored := range map[fault]bool{beforeData: false, midBlock: false, beforeReply: true} {
+		c := Correction{Ref: f.String(), Hour: noon, Gateway: "a", Tenant: "tenant-0", Route: "orders", Allowed: -2, Reason: "why", Author: "kim"}
+		p.cutNext(f, "corrections", nil)
+		switch _, err := s.Correct(t.Context(), c); {
+		case stored && err != nil:
+			t.Errorf("cut %s: Correct = %v, though it is stored", f, err)
+		case !stored && (!errors.Is(err, ErrUnreachable) || !strings.Contains(err.Error(), "the same ref again tells")):
+			t.Errorf("cut %s: Correct = %v, want ErrUnreachable and how to go on", f, err)
+		}
+		if _, err := s.Correct(t.Context(), c); err != nil {
+			t.Errorf("cut %s: Correct again = %v", f, err)
+		}
+	}
+	if n := number(t, direct, "(SELECT count() FROM corrections)"); n != 3 {
+		t.Errorf("%d corrections are stored, want 3", n)
+	}
+}
+
+// What corrections have taken too much of is told as less than nothing, and can be put right.
+func TestLessThanNothing(t *testing.T) {
+	s := fresh(t)
+	store(t, s, batchOf(1, reportAt("a", 1, noon, 10)))
+	run(t, s, "INSERT INTO corrections SELECT ts, 'old', 'a', 'tenant-0', 'orders', '', -10, 0, -20, 'two at once', 'kim', ts FROM (SELECT toDateTime64('"+noon.Format(time.DateTime)+"', 3, 'UTC') AS ts)")
+	top, err := s.Top(t.Context(), noon, noon.Add(time.Hour), 100, ByRequests)
+	if i := slices.IndexFunc(top, func(x TenantTotal) bool { return x.Tenant == "tenant-0" }); err != nil || i != len(top)-1 || top[i].Requests != -4 || top[i].Allowed != -4 {
+		t.Errorf("Top = %+v, %v, want tenant-0 last, with -4 requests", top, err)
+	}
+	for _, step := range []time.Duration{time.Hour, time.Minute} {
+		u, err := s.Tenant(t.Context(), "tenant-0", noon, noon.Add(time.Hour), step)
+		if body, _ := json.Marshal(u); err != nil || u.Requests != -4 || u.Routes[0].Allowed != -4 || u.Routes[0].Requests() != -4 || !strings.Contains(string(body), `"requests":-4,"allowed":-4`) {
+			t.Errorf("Tenant by %s = %s, %v, want -4 requests", step, body, err)
+		}
+	}
+	if all, err := s.Totals(t.Context(), noon, noon.Add(time.Hour)); err != nil || all.Requests != 20 {
+		t.Errorf("Totals = %+v, %v, want 20 requests", all, err)
+	}
+	c := Correction{Hour: noon, Gateway: "a", Tenant: "tenant-0", Route: "orders", Allowed: 3, Reason: "in part", Author: "kim"}
+	if _, err := s.Correct(t.Context(), c); err != nil {
+		t.Errorf("Correct upwards = %v", err)
+	}
+	c.Allowed = schemas.MaxCount
+	for _, want := range []error{nil, ErrCorrection} {
+		if _, err := s.Correct(t.Context(), c); !errors.Is(err, want) {
+			t.Errorf("Correct by as much as there is = %v, want %v", err, want)
 		}
 	}
 }

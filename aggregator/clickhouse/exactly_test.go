@@ -280,7 +280,7 @@ func TestB074RetryAcrossTheMonth(t *testing.T) {
 	for range 2 {
 		for _, tt := range []struct {
 			from, to time.Time
-			want     uint64
+			want     int64
 		}{{february.AddDate(0, -1, 0), february, 1}, {february, february.AddDate(0, 1, 0), 0}} {
 			got, err := s.Totals(t.Context(), tt.from, tt.to)
 			if err != nil || got.Requests != tt.want {

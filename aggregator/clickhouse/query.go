@@ -12,15 +12,16 @@ import (
 	ch "github.com/ClickHouse/clickhouse-go/v2"
 )
 
-// Counts are requests, and the tokens that they asked for.
+// Counts are requests, and the tokens that they asked for. They are below 0 where corrections took away more than there is: it is
+// shown, and not as a huge number.
 type Counts struct {
-	Allowed  uint64 `json:"allowed"`
-	Rejected uint64 `json:"rejected"`
-	Cost     uint64 `json:"cost"`
+	Allowed  int64 `json:"allowed"`
+	Rejected int64 `json:"rejected"`
+	Cost     int64 `json:"cost"`
 }
 
 // Requests is how many there were.
-func (c Counts) Requests() uint64 { return c.Allowed + c.Rejected }
+func (c Counts) Requests() int64 { return c.Allowed + c.Rejected }
 
 func (c *Counts) add(d Counts) {
 	c.Allowed += d.Allowed
@@ -32,7 +33,7 @@ func (c *Counts) add(d Counts) {
 type Totals struct {
 	From     time.Time `json:"from"`
 	To       time.Time `json:"to"`
-	Requests uint64    `json:"requests"`
+	Requests int64     `json:"requests"`
 	Counts
 }
 
@@ -64,7 +65,7 @@ const (
 // TenantTotal is the counts of one tenant.
 type TenantTotal struct {
 	Tenant   string `json:"tenant"`
-	Requests uint64 `json:"requests"`
+	Requests int64  `json:"requests"`
 	Counts
 }
 
@@ -104,7 +105,7 @@ type TenantUsage struct {
 	From     time.Time     `json:"from"`
 	To       time.Time     `json:"to"`
 	StepMS   int64         `json:"step_ms"`
-	Requests uint64        `json:"requests"`
+	Requests int64         `json:"requests"`
 	Counts                 // in total
 	Routes   []RouteTotal  `json:"routes"`                      // most requests first
 	Points   []TenantPoint `json:"points"`                      // in order of time, then route, then rule; steps without requests are left out
@@ -192,11 +193,10 @@ func (s *Store) correctTotals(ctx context.Context, tenant string, from, to time.
 	}
 	for rows.Next() {
 		var id [2]string
-		var allowed, rejected, cost int64
-		if err := rows.Scan(&id[0], &id[1], &allowed, &rejected, &cost); err != nil {
+		var d Counts
+		if err := rows.Scan(&id[0], &id[1], &d.Allowed, &d.Rejected, &d.Cost); err != nil {
 			return errors.Join(err, rows.Close())
 		}
-		d := Counts{uint64(allowed), uint64(rejected), uint64(cost)} // what is less than 0 takes away: sums wrap
 		t.Apart = true
 		t.add(d)
 		if routes[id] == nil {
@@ -219,7 +219,7 @@ type CurveQuery struct {
 // CurvePoint is the level of the buckets in one step: the low-token curve.
 type CurvePoint struct {
 	Time     time.Time `json:"ts"`          // start of the step
-	Last     int64     `json:"tokens_last"` // what each gateway last had in the step, added up
+	Last     int64     `json:"tokens_last"` // what each gateway last had in the step, added up; as all sums of it at most the largest number
 	Capacity int64     `json:"capacity"`    // likewise
 	Min      int64     `json:"tokens_min"`  // the least that any gateway had
 	Taken    uint64    `json:"taken"`
@@ -339,8 +339,8 @@ func (s *Store) CutCorrections(ctx context.Context, tenant string, from, to time
 	return n, s.explain("look for corrections of hours that are cut", err)
 }
 
-// sums are of what usageIn gives. Rows of roll-ups may be two's complements, and corrections negative; their sums are not.
-const sums = `toUInt64(sum(u.allowed)) AS allowed, toUInt64(sum(u.rejected)) AS rejected, toUInt64(sum(u.cost)) AS cost`
+// sums are of what usageIn gives, which is signed: rows of roll-ups may be two's complements, and corrections negative.
+const sums = `sum(u.allowed) AS allowed, sum(u.rejected) AS rejected, sum(u.cost) AS cost`
 
 // forSteps are the roll-ups that tell steps counted from from apart.
 func forSteps(from time.Time, step time.Duration) []rollup {

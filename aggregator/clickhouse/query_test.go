@@ -51,7 +51,7 @@ func between(all []schemas.Usage, from, to time.Time) (in []schemas.Usage) {
 
 func sum(all []schemas.Usage) (c Counts) {
 	for _, u := range all {
-		c.add(Counts{u.Allowed, u.Rejected, u.Cost})
+		c.add(Counts{int64(u.Allowed), int64(u.Rejected), int64(u.Cost)})
 	}
 	return c
 }
@@ -136,11 +136,11 @@ func TestTotalsTopAndTenantMatchTheNaiveTwin(t *testing.T) {
 		for _, u := range in {
 			byTenant[u.Tenant] = append(byTenant[u.Tenant], u)
 		}
-		for by, key := range map[string]func(Counts) uint64{
+		for by, key := range map[string]func(Counts) int64{
 			ByRequests: Counts.Requests,
-			ByAllowed:  func(c Counts) uint64 { return c.Allowed },
-			ByRejected: func(c Counts) uint64 { return c.Rejected },
-			ByCost:     func(c Counts) uint64 { return c.Cost },
+			ByAllowed:  func(c Counts) int64 { return c.Allowed },
+			ByRejected: func(c Counts) int64 { return c.Rejected },
+			ByCost:     func(c Counts) int64 { return c.Cost },
 		} {
 			want := []TenantTotal{}
 			for name, us := range byTenant {
@@ -175,10 +175,10 @@ func TestTotalsTopAndTenantMatchTheNaiveTwin(t *testing.T) {
 			for _, u := range mine {
 				at := r[0].Add(u.Time.Sub(r[0]).Truncate(step))
 				c := want[TenantPoint{at, RouteTotal{Route: u.Route, Rule: u.Rule}}]
-				c.add(Counts{u.Allowed, u.Rejected, u.Cost})
+				c.add(Counts{int64(u.Allowed), int64(u.Rejected), int64(u.Cost)})
 				want[TenantPoint{at, RouteTotal{Route: u.Route, Rule: u.Rule}}] = c
 				c = routes[RouteTotal{Route: u.Route, Rule: u.Rule}]
-				c.add(Counts{u.Allowed, u.Rejected, u.Cost})
+				c.add(Counts{int64(u.Allowed), int64(u.Rejected), int64(u.Cost)})
 				routes[RouteTotal{Route: u.Route, Rule: u.Rule}] = c
 			}
 			if len(got.Points) != len(want) || len(got.Routes) != len(routes) {
@@ -330,14 +330,14 @@ func checkB036(t *testing.T, serverZone string) {
 	if got := number(t, s, "(SELECT max(toUnixTimestamp64Milli(ts)) FROM usage)"); got != 1751329800129 {
 		t.Errorf("ts = %d, want 1751329800129", got)
 	}
-	for month, want := range map[time.Month]uint64{time.June: 1, time.July: 1, time.August: 0} {
+	for month, want := range map[time.Month]int64{time.June: 1, time.July: 1, time.August: 0} {
 		from := time.Date(2025, month, 1, 0, 0, 0, 0, time.UTC)
 		total, err := s.Totals(t.Context(), from.Local(), from.AddDate(0, 1, 0).Local())
 		if err != nil || total.Requests != want {
 			t.Errorf("Totals of %s = %d, %v, want %d", month, total.Requests, err, want)
 		}
 		top, err := s.Top(t.Context(), from.Local(), from.AddDate(0, 1, 0).Local(), 5, ByRequests) // from the days
-		if err != nil || uint64(len(top)) != want {
+		if err != nil || int64(len(top)) != want {
 			t.Errorf("Top of %s = %+v, %v, want %d tenants", month, top, err, want)
 		}
 	}

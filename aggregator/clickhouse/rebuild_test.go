@@ -70,13 +70,13 @@ func TestLateRowsLandInTheirOwnHour(t *testing.T) {
 	late := batchOf(2, reportAt("b", 1, noon.Add(-3*time.Hour), 10))
 	late.Items[0].Arrived = noon.Add(40 * 24 * time.Hour)
 	store(t, s, late)
-	for hour, want := range map[time.Time]uint64{noon.Add(-3 * time.Hour): 30, noon: 30} {
+	for hour, want := range map[time.Time]int64{noon.Add(-3 * time.Hour): 30, noon: 30} {
 		got, err := s.Totals(t.Context(), hour, hour.Add(time.Hour))
 		if err != nil || got.Requests != want {
 			t.Errorf("Totals of %s = %+v, %v, want %d", hour, got, err, want)
 		}
 		top, err := s.Top(t.Context(), hour, hour.Add(time.Hour), 100, ByRequests)
-		var sum uint64
+		var sum int64
 		for _, x := range top {
 			sum += x.Requests
 		}

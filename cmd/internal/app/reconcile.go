@@ -52,7 +52,7 @@ type Reconciliation struct {
 	From        time.Time    `json:"from"`
 	To          time.Time    `json:"to"`
 	Equal       bool         `json:"equal"`
-	Requests    uint64       `json:"requests"` // by the ledger
+	Requests    int64        `json:"requests"` // by the ledger
 	Counts      int          `json:"counts"`   // cumulative counts that Redis and ClickHouse both hold
 	Journals    int          `json:"journals"` // that were read
 	Differences []Difference `json:"differences"`

@@ -494,6 +494,52 @@ func TestReconcileKnowsEveryDeadLetter(t *testing.T) {
 	}
 }
 
+// Reports that add up to nearly 2^64 would take away what a tenant has used: they are refused, nothing changes, and it is told.
+func TestReportsThatWouldMakeSumsWrap(t *testing.T) {
+	c := newCentre(t)
+	c.publish(1, 2)
+	c.becomesStored(2)
+	forged := func(gateway string, entries int, u schemas.Usage) {
+		t.Helper()
+		u.Time, u.Tenant, u.Route = time.Now().UTC(), "acme", "orders"
+		body, err := schemas.EncodeReport(&schemas.Report{Boot: "forged", Seq: 1, Usage: slices.Repeat([]schemas.Usage{u}, entries)})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, err := c.js.PublishMsg(t.Context(), &nats.Msg{Subject: schemas.UsagePrefix + gateway, Data: body, Header: nats.Header{"Content-Type": {schemas.ContentProtobuf}}}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	part := uint64(math.MaxUint64)/2049 - 1 // which was in the bounds of an entry
+	forged("gwallowed", 2049, schemas.Usage{Allowed: part})
+	forged("gwcost", 2049, schemas.Usage{Allowed: 1, Cost: part})
+	forged("gwmany", 10_000, schemas.Usage{Allowed: schemas.MaxReportRequests}) // each of which is in them now
+	c.publish(3)
+	c.becomesStored(3)
+	for _, table := range []string{"usage FINAL", "usage_1m", "usage_1h", "usage_1d", "corrected_1h"} {
+		var requests, cost int64
+		if err := c.sql.QueryRow(t.Context(), "SELECT toInt64(sum(allowed + rejected)), toInt64(sum(cost)) FROM "+table).Scan(&requests, &cost); err != nil || requests != 6 || cost != 6 {
+			t.Errorf("%s has %d requests of cost %d, %v, want 6 of 6", table, requests, cost, err)
+		}
+	}
+	top, err := c.books.Store.Top(t.Context(), c.hour, c.hour.Add(2*time.Hour), 10, clickhouse.ByCost)
+	if err != nil || len(top) != 1 || top[0].Requests != 6 || top[0].Cost != 6 {
+		t.Errorf("Top = %+v, %v, want 6 requests of acme", top, err)
+	}
+	r, err := Reconcile(t.Context(), c.books, c.hour, c.hour.Add(2*time.Hour))
+	if err != nil || r.Equal || r.Requests != 6 {
+		t.Errorf("equal %t with %d requests, %v, want differences", r.Equal, r.Requests, err)
+	}
+	var got []string
+	for _, d := range r.Differences {
+		got = append(got, fmt.Sprintf("%s %s %d", d.Gateway, d.Cause, d.Want))
+	}
+	slices.Sort(got)
+	if want := []string{"gwallowed refused 0", "gwcost refused 2049", "gwmany refused 0"}; !slices.Equal(got, want) {
+		t.Errorf("differences are %q, want %q", got, want)
+	}
+}
+
 // A letter that has the name of a report that is stored is refused all the same when it is another one; the same one is not.
 func TestReconcileTellsAnotherReportOfTheSameName(t *testing.T) {
 	c := newCentre(t)
