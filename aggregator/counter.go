@@ -132,6 +132,7 @@ const (
 	demandHoldMax  = 10 * time.Second       // of a longer window
 	lagMax         = 150 * time.Millisecond // a bucket that is much used is reported more often than this
 	demandSpanMin  = 10 * time.Millisecond  // a shorter window says nothing of a rate
+	demandSpanMax  = 24 * time.Hour         // a longer one says no more
 	demandSpanNone = time.Second            // for a report that does not tell its window
 )
 
@@ -203,12 +204,13 @@ func (f *Fold) add(r *schemas.Report, t *schemas.Tokens, late bool) {
 		u.Settled = max(u.Settled, t.Cum)
 		return
 	}
-	u.asked, u.taken = u.asked+t.Taken+t.Refused, u.taken+t.Taken
+	// Whatever a gateway says, and however often, these do not wrap: a report's counts are far below what they are held to here.
+	u.asked, u.taken = min(u.asked+t.Taken+t.Refused, schemas.MaxCount), min(u.taken+t.Taken, schemas.MaxCount)
 	if t.Window > 0 {
-		u.Span += t.Window
+		u.Span = min(u.Span+min(t.Window, demandSpanMax), demandSpanMax)
 		u.Lag += min(t.Window, lagMax)
 	} else {
-		u.Span += demandSpanNone
+		u.Span = min(u.Span+demandSpanNone, demandSpanMax)
 	}
 	if newest || u.late {
 		u.Window, u.Enforced = min(t.Window, demandHoldMax)+demandGrace, Limit{t.RateNanos, t.Capacity}

@@ -89,7 +89,7 @@ func (e *entry) note(u *Use, at int64) {
 	}
 	h.seq, h.granted, h.grant = u.Seq, u.Granted, max(h.grant, u.Granted)
 	h.said = at - u.Age.Microseconds()
-	h.tokens, h.asOf = 1e6*(max(u.Tokens, 0)+int64(h.grant-h.granted)), h.said
+	h.tokens, h.asOf = 1e6*(min(max(u.Tokens, 0), MaxBurst)+int64(min(h.grant-h.granted, MaxBurst))), h.said
 	h.unsaid = 0
 }
 

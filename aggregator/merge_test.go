@@ -231,3 +231,29 @@ func TestAHerdPlansEachKeyOnce(t *testing.T) {
 		}
 	}
 }
+
+// Gateways can say what they like, as often as they like: nothing of it wraps.
+func TestWhatGatewaysSayDoesNotWrap(t *testing.T) {
+	now := time.Unix(1_000_000, 0)
+	var items []schemas.Delivered[*schemas.Report]
+	for seq := range uint64(2100) { // of 2^53 tokens each, taken and refused: above 2^64
+		items = append(items, schemas.Delivered[*schemas.Report]{Arrived: now, Value: &schemas.Report{Gateway: "g1", Boot: "b", Seq: seq + 1, Tokens: []schemas.Tokens{
+			{Rule: "r", Key: "k", LimitRateNanos: math.MaxInt64, LimitBurst: math.MaxInt64, RateNanos: math.MaxInt64, Capacity: math.MaxInt64, TokensLast: math.MaxInt64,
+				Taken: schemas.MaxCount, Refused: schemas.MaxCount, Cum: schemas.MaxCount, Window: math.MaxInt64}}}})
+	}
+	u := merge(items, now.Add(-time.Minute))[0].Uses[0]
+	if u.asked != schemas.MaxCount || u.taken != schemas.MaxCount || u.Span != demandSpanMax || u.DemandNanos <= 0 || u.SureNanos <= 0 || u.Lag < 0 {
+		t.Errorf("merged to %+v", u)
+	}
+	e := entry{held: map[string]*held{}}
+	at := now.UnixMicro()
+	for range 2 {
+		e.note(&u, at)
+		h := e.held["g1"]
+		if n := h.holds(at + 1e12); n < MaxBurst*1e6 {
+			t.Errorf("holds %d millionths of a token, want all that there can be", n)
+		}
+		h.grant = schemas.MaxCount // all that it can ever be granted is on its way
+		u.Seq++
+	}
+}

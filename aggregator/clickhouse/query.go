@@ -239,9 +239,9 @@ func (s *Store) Curve(ctx context.Context, q CurveQuery) ([]CurvePoint, error) {
 	}
 	ctx, cancel := context.WithTimeout(ctx, queryTimeout)
 	defer cancel()
-	rows, err := s.conn.Query(ctx, `SELECT step, sum(l), sum(c), min(m), sum(t), sum(r), count() FROM (
+	rows, err := s.conn.Query(ctx, `SELECT step, `+heldSum("l")+`, `+heldSum("c")+`, min(m), toUInt64(`+heldSum("t")+`), toUInt64(`+heldSum("r")+`), count() FROM (
 			SELECT `+stepOf+` AS step, gateway, key, argMax(tokens_last, (ts, seq)) AS l, argMax(capacity, (ts, seq)) AS c,
-				min(tokens_min) AS m, sum(taken) AS t, sum(refused) AS r
+				min(tokens_min) AS m, `+heldSum("taken")+` AS t, `+heldSum("refused")+` AS r
 			FROM tokens FINAL WHERE rule = {rule:String} AND `+which+` AND `+within+` GROUP BY step, gateway, key
 		) GROUP BY step ORDER BY step`+final,
 		append(window(q.From, q.To), ch.Named("rule", q.Rule), ch.Named("who", name), ch.Named("step", q.Step.Milliseconds()))...)
@@ -341,6 +341,12 @@ func (s *Store) CutCorrections(ctx context.Context, tenant string, from, to time
 
 // sums are of what usageIn gives, which is signed: rows of roll-ups may be two's complements, and corrections negative.
 const sums = `sum(u.allowed) AS allowed, sum(u.rejected) AS rejected, sum(u.cost) AS cost`
+
+// heldSum is a sum of what gateways say of their buckets, which may be any number: it is held to what fits, and does not wrap.
+func heldSum(of string) string {
+	sum := `sum(toInt128(` + of + `))`
+	return `multiIf(` + sum + ` > 9223372036854775807, toInt64(9223372036854775807), ` + sum + ` < -9223372036854775808, toInt64(-9223372036854775808), toInt64(` + sum + `))`
+}
 
 // forSteps are the roll-ups that tell steps counted from from apart.
 func forSteps(from time.Time, step time.Duration) []rollup {

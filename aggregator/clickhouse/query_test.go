@@ -3,6 +3,7 @@ package clickhouse
 import (
 	"encoding/json"
 	"fmt"
+	"math"
 	"math/rand/v2"
 	"os"
 	"os/exec"
@@ -248,6 +249,24 @@ func TestCurve(t *testing.T) {
 	if err != nil || !reflect.DeepEqual(got, []CurvePoint{first, second}) {
 		t.Errorf("Curve of the tenant = %+v, %v", got, err)
 	}
+	huge := func(gw string) *schemas.Report {
+		r := bucket(gw, 1, 0, "huge", math.MinInt64, math.MaxInt64, math.MaxInt64)
+		r.Tokens[0].Tenant, r.Tokens[0].Taken, r.Tokens[0].Refused, r.Tokens[0].Cum = "huge", schemas.MaxCount, schemas.MaxCount, schemas.MaxCount
+		for len(r.Tokens) < 3000 {
+			r.Tokens = append(r.Tokens, r.Tokens[0])
+		}
+		return r
+	}
+	store(t, s, batchOf(10, huge("gw-8"), huge("gw-9")))
+	q.Tenant = "huge" // numbers that no sum holds do not come out as small or negative ones
+	want := CurvePoint{Time: noon, Last: math.MaxInt64, Capacity: math.MaxInt64, Min: math.MinInt64, Taken: math.MaxInt64, Refused: math.MaxInt64, Buckets: 2}
+	if got, err = s.Curve(t.Context(), q); err != nil || !reflect.DeepEqual(got, []CurvePoint{want}) {
+		t.Errorf("Curve of huge numbers = %+v, %v, want %+v", got, err, want)
+	}
+	if uneven, err := s.UnevenTokens(t.Context(), noon, noon.Add(time.Hour)); err != nil || !slices.ContainsFunc(uneven, func(u Uneven) bool { return u.Gateway == "gw-9" && u.Have == math.MaxInt64 }) {
+		t.Errorf("UnevenTokens = %+v, %v, want that of gw-9 taken without end", uneven, err)
+	}
+	run(t, s, "ALTER TABLE tokens DELETE WHERE tenant = 'huge' SETTINGS mutations_sync = 2")
 	q.Tenant = "nobody"
 	if got, err = s.Curve(t.Context(), q); err != nil || len(got) != 0 {
 		t.Errorf("Curve of nobody = %+v, %v", got, err)

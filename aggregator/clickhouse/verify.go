@@ -95,7 +95,7 @@ func (s *Store) Orphans(ctx context.Context, from, to time.Time) ([]Orphans, err
 // more than any before.
 func (s *Store) UnevenTokens(ctx context.Context, from, to time.Time) ([]Uneven, error) {
 	return s.uneven(ctx, "compare cumulative counts", `SELECT gateway, boot, rule, key, toUnixTimestamp64Milli(ts) - toUnixTimestamp64Milli(ts) % 3600000 AS hour,
-			sum(grown), sum(toInt64(taken)) FROM (
+			`+heldSum("grown")+`, `+heldSum("taken")+` FROM (
 			SELECT gateway, boot, rule, key, ts, taken, greatest(0, toInt64(cum) - ifNull(max(if(taken > 0, toInt64(cum), NULL)) OVER
 				(PARTITION BY gateway, boot, incarnation, rule, key ORDER BY seq, entry ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING), toInt64(cum) - toInt64(taken))) AS grown
 			FROM tokens FINAL WHERE `+within+`

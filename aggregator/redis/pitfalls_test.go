@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"math"
 	"math/rand/v2"
 	"net"
 	"slices"
@@ -370,6 +371,29 @@ func TestB059LargeNumbers(t *testing.T) {
 	one(t, c, k, l, took("g1", 1))
 	if n, err := c.Total(ctx, k); n != 9007199254740993 || err != nil {
 		t.Errorf("total %d, %v, want 9007199254740993", n, err)
+	}
+	// Whatever gateways say, the total becomes no small number, and nobody is refused for it.
+	k.Key = "full"
+	one(t, c, k, l)
+	if err := r.HSet(ctx, c.Name(k), "n", "9223372036854775807").Err(); err != nil {
+		t.Fatal(err)
+	}
+	if taken, err := c.Take(ctx, []aggregator.Take{{Key: k, Limit: l, Cost: 1}}); err != nil || !taken[0].OK || taken[0].LevelMicros != 9_000_000 {
+		t.Errorf("Take = %+v, %v, want one of 10 tokens", taken, err)
+	}
+	if n, err := c.Total(ctx, k); n != math.MaxInt64 || err != nil {
+		t.Errorf("total %d, %v, want the largest number", n, err)
+	}
+	k.Key = "forged"
+	var uses []aggregator.Use
+	for i := range 1200 {
+		u := took(fmt.Sprint("g", i), 1)
+		u.Cum = 1<<53 - 1
+		uses = append(uses, u)
+	}
+	one(t, c, k, l, uses...)
+	if n, err := c.Total(ctx, k); n < 1<<52 || err != nil {
+		t.Errorf("total %d, %v of 2^63 tokens and more", n, err)
 	}
 }
 

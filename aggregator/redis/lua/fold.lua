@@ -208,8 +208,9 @@ for k = 1, #KEYS do
       if x then set[n + 1], set[n + 2] = 'x', x end
       call('HSET', unpack(set))
       if x then call('PEXPIREAT', key, sub(x, 1, -4)) end
+      apart = max(min(apart, 9e15), -9e15) -- more than a report can tell would become another number on its way into text
       if apart ~= 0 and type(redis.pcall('HINCRBY', key, 'n', format('%d', apart))) == 'table' then
-        call('HSET', key, 'n', format('%d', apart)) -- it was no number
+        call('HSET', key, 'n', format('%d', apart)) -- it was no number, or as large as one gets
         lost = 1
       end
       if aside then prune(key, now) end

@@ -32,7 +32,7 @@ else
   wait = math.ceil((cost - level) / speed)
 end
 call('HSET', key, 'r', rate, 'b', ARGV[2], 'l', format('%d', level), 'f', format('%d', frac), 't', format('%d', now), 'v', format('%d', max(before + 1, now)))
-if taken == 1 then call('HINCRBY', key, 'n', ARGV[3]) end
+if taken == 1 then redis.pcall('HINCRBY', key, 'n', ARGV[3]) end -- where that is no number the next fold makes it good
 local x = outlives(got[5], level, full, speed, now)
 if x then
   call('HSET', key, 'x', x)
