@@ -152,6 +152,7 @@ type Reporter struct {
 	samples samples
 	spool   Spool
 	sealed  atomic.Uint64 // requests that the spool has taken
+	newest  atomic.Uint64 // report with requests that the spool has taken
 	shrunk  chan struct{} // signalled when the spool has shrunk
 	lastErr atomic.Pointer[error]
 
@@ -186,6 +187,7 @@ func New(cfg Config, gateway, boot string, buckets Buckets, pub Publisher, log *
 		r.spool = newMemory(cfg.MaxReports)
 	}
 	r.seq = r.spool.Seq()
+	r.newest.Store(r.seq)
 	reports, _ := r.spool.Len() // of earlier lives
 	m.Reports.Add(float64(reports))
 	r.counts.init(r.spool)
@@ -215,6 +217,10 @@ func (r *Reporter) Pending() (reports int, requests uint64) {
 	reports, requests = r.spool.Len()
 	return reports, requests + total - sealed
 }
+
+// Newest is the number of the newest report of this boot that has been sealed with requests, and so kept as well as the spool keeps
+// anything; 0 when there is none. Later reports of buckets alone do not count: they need not outlive a power cut.
+func (r *Reporter) Newest() uint64 { return r.newest.Load() }
 
 // Run seals and sends until ctx is done, and then what is left, for at most DrainTimeout. Requests should no longer
 // come in by then. The error says what is lost, or may be: reports that a Spool keeps for the next life are not.
@@ -380,6 +386,9 @@ func (r *Reporter) seal() {
 	r.m.Spooled.Add(float64(requests))
 	r.seq = seq
 	r.sealed.Store(r.gathered)
+	if r.pending.generation > 0 {
+		r.newest.Store(seq)
+	}
 	r.pending.clear()
 }
 

@@ -12,6 +12,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -351,6 +352,71 @@ func TestB051NothingIsLostOnShutdown(t *testing.T) {
 		}
 		if tokens != 1 {
 			t.Errorf("%d bucket records, want 1", tokens)
+		}
+	})
+}
+
+// moody is a spool that refuses groups at times, and looks whether anybody says before it is so that a group is kept.
+type moody struct {
+	*memory
+	seq     uint64 // of the last report that it keeps
+	newest  func() uint64
+	refuse  atomic.Bool
+	refused atomic.Int64 // groups with requests
+	ahead   atomic.Uint64
+}
+
+func (s *moody) Seq() uint64 { return s.seq }
+
+func (s *moody) Commit(generation uint32) error {
+	if n := s.newest(); n > s.seq {
+		s.ahead.Store(n)
+	}
+	if s.refuse.Load() {
+		if s.group = nil; generation > 0 {
+			s.refused.Add(1)
+		}
+		return errors.New("refused")
+	}
+	s.seq = s.group[len(s.group)-1].Seq
+	return s.memory.Commit(generation)
+}
+
+// What a gateway says it has sealed is kept, whoever asks when: not what the spool is just taking or has refused, and not buckets alone.
+func TestNewestIsKept(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := &moody{memory: newMemory(64), seq: 4} // a start has found as many of its own
+		buckets := newTable()
+		r := New(Config{Spool: s, MaxEntries: 10}, "gw", "boot", buckets, &stream{}, quiet, nil)
+		s.newest = r.Newest
+		want := func(n uint64, when string) {
+			t.Helper()
+			if got := r.Newest(); got != n {
+				t.Errorf("%s: newest is %d, want %d", when, got, n)
+			}
+		}
+		want(4, "at the start")
+		stop := begin(r)
+		buckets.put(true, schemas.Tokens{Rule: "r", Key: "k", Cum: 7, Taken: 7})
+		time.Sleep(500 * time.Millisecond)
+		want(4, "after a report of a bucket, which is 5")
+		s.refuse.Store(true)
+		for i := range 25 {
+			r.Count(time.Now(), fmt.Sprint(i), "r", "", "", 1)
+		}
+		time.Sleep(2 * time.Second)
+		want(4, "refused")
+		if s.refused.Load() == 0 {
+			t.Error("the spool was not asked")
+		}
+		s.refuse.Store(false)
+		time.Sleep(2 * time.Second)
+		want(8, "after 25 counts, 10 in a report")
+		if err := stop(); err != nil {
+			t.Error(err)
+		}
+		if n := s.ahead.Load(); n > 0 {
+			t.Errorf("%d is said to be the newest while it is being sealed", n)
 		}
 	})
 }

@@ -309,7 +309,7 @@ func DecodeTakeReply(b []byte) (TakeReply, error) {
 func EncodeHeartbeat(h *Heartbeat) ([]byte, error) {
 	b, err := proto.Marshal(&weirpb.Heartbeat{Boot: h.Boot, SentAtNs: unixNano(h.SentAt), PolicyVersion: h.PolicyVersion, Mode: h.Mode,
 		ClockOffsetNs: int64(h.ClockOffset), ClockErrorNs: int64(h.ClockError), ClockKnown: h.ClockKnown, PendingReports: h.PendingReports, Version: h.Version,
-		Without: h.Without})
+		Without: h.Without, Sealed: h.Sealed})
 	if err != nil {
 		return nil, fmt.Errorf("encode heartbeat: %w", err)
 	}
@@ -331,9 +331,12 @@ func DecodeHeartbeat(subject string, b []byte) (*Heartbeat, error) {
 			return nil, fmt.Errorf("decode heartbeat of %s: without: %w", gateway, err)
 		}
 	}
+	if p.Sealed > MaxCount { // nobody has sealed so many
+		return nil, fmt.Errorf("decode heartbeat of %s: sealed is %d, want at most %d", gateway, p.Sealed, uint64(MaxCount))
+	}
 	return &Heartbeat{Gateway: gateway, Boot: p.Boot, SentAt: fromNano(p.SentAtNs), PolicyVersion: p.PolicyVersion, Mode: p.Mode,
 		ClockOffset: time.Duration(p.ClockOffsetNs), ClockError: time.Duration(p.ClockErrorNs), ClockKnown: p.ClockKnown,
-		PendingReports: p.PendingReports, Version: p.Version, Without: p.Without}, nil
+		PendingReports: p.PendingReports, Version: p.Version, Without: p.Without, Sealed: p.Sealed}, nil
 }
 
 // EncodeClockReply returns c as protobuf.

@@ -137,6 +137,23 @@ func TestReleasedFixtures(t *testing.T) {
 	}
 }
 
+// What a gateway has sealed is told to who understands it; a number that nobody has sealed is refused. The released fixture, which tells
+// of nothing, is an older gateway's.
+func TestHeartbeatTellsWhatIsSealed(t *testing.T) {
+	for sealed, ok := range map[uint64]bool{0: true, 7: true, MaxCount: true, MaxCount + 1: false, math.MaxUint64: false} {
+		b, err := EncodeHeartbeat(&Heartbeat{Boot: "b", Sealed: sealed})
+		if err != nil {
+			t.Fatal(err)
+		}
+		switch h, err := DecodeHeartbeat(HeartbeatPrefix+"gw-1", b); {
+		case ok && (err != nil || h.Sealed != sealed):
+			t.Errorf("sealed %d comes as %+v, %v", sealed, h, err)
+		case !ok && (err == nil || !strings.Contains(err.Error(), "gw-1: sealed is")):
+			t.Errorf("sealed %d: %v, want it refused", sealed, err)
+		}
+	}
+}
+
 // The smallest useful report of the contract.
 const smallest = `{"boot":"01J0","seq":7,"usage":[{"ts":"2026-11-29T10:00:00.100Z","tenant":"acme","route":"export","allowed":41,"rejected":2,"rule":"contract"}]}`
 

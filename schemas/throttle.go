@@ -54,6 +54,7 @@ type Heartbeat struct {
 	PendingReports uint64   // sealed and not yet acknowledged
 	Version        string   // of weir
 	Without        []string // what it does without: WithoutSpool
+	Sealed         uint64   // number of the newest report with requests that this boot has sealed; 0 when there is none, or it does not say
 }
 
 // ClockReply carries the two middle timestamps of a clock measurement, by the centre's clock.

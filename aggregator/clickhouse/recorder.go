@@ -44,6 +44,7 @@ var gatewaysTable = table[GatewaySample]{"gateways", []column[GatewaySample]{
 	col("clock_error_ns", "Int64", func(r *GatewaySample) int64 { return r.ClockError.Nanoseconds() }),
 	col("pending_reports", "UInt64", func(r *GatewaySample) uint64 { return r.PendingReports }),
 	col("version", low, func(r *GatewaySample) string { return r.Version }),
+	col("sealed", "UInt64", func(r *GatewaySample) uint64 { return r.Sealed }),
 }}
 
 var throttleTable = table[pushed]{"throttle_updates", []column[pushed]{

@@ -118,7 +118,7 @@ func TestRecorderInsertsOncePerSecondAndDropsCounted(t *testing.T) {
 func TestSamplesAreRows(t *testing.T) {
 	s := fresh(t)
 	h := schemas.Heartbeat{Gateway: "gw-1", Boot: "b", SentAt: noon.Add(-3 * time.Second), PolicyVersion: 4, Mode: "stale",
-		ClockOffset: 3 * time.Second, ClockError: time.Millisecond, ClockKnown: true, PendingReports: 2, Version: "1.2.3"}
+		ClockOffset: 3 * time.Second, ClockError: time.Millisecond, ClockKnown: true, PendingReports: 2, Version: "1.2.3", Sealed: 41}
 	unknown := h
 	unknown.ClockKnown, unknown.SentAt = false, time.Time{}
 	u := &schemas.ThrottleUpdate{Gateways: 3, TTL: 5 * time.Second, Snapshot: true, Shares: []schemas.Share{
@@ -135,7 +135,7 @@ func TestSamplesAreRows(t *testing.T) {
 	}
 	for sql, want := range map[string]uint64{
 		"(SELECT count() FROM gateways)": 4,
-		"(SELECT countIf(ts = '2026-11-15 12:00:00' AND gateway = 'gw-1' AND sent = '2026-11-15 11:59:57' AND mode = 'stale' AND clock_offset_ns = 3000000000 AND pending_reports = 2) FROM gateways)": 2,
+		"(SELECT countIf(ts = '2026-11-15 12:00:00' AND gateway = 'gw-1' AND sent = '2026-11-15 11:59:57' AND mode = 'stale' AND clock_offset_ns = 3000000000 AND pending_reports = 2 AND sealed = 41) FROM gateways)": 2,
 		"(SELECT countIf(clock_offset_ns IS NULL) FROM gateways)": 2,
 		"(SELECT count() FROM throttle_updates)":                  4,
 		"(SELECT countIf(rule = 'contract' AND key = 'acme' AND version = 9 AND rate_nanos = 5000000000 AND burst = 10 AND level = -2 AND gateways = 3 AND ttl_ms = 5000 AND snapshot) FROM throttle_updates)": 2,

@@ -12,14 +12,14 @@ import (
 	"github.com/weirhq/weir/schemas"
 )
 
-// MissingReports is a run of reports that are not stored though a later one of the same boot is.
+// MissingReports is a run of reports of one boot that are not stored.
 type MissingReports struct {
 	Gateway, Boot string
 	First, Last   uint64
 	Hour          time.Time // in which the next one arrived
 }
 
-// Missing returns the runs whose next report arrived with from <= received < to.
+// Missing returns the runs after which a report of the same boot is stored, and this one arrived with from <= received < to.
 func (s *Store) Missing(ctx context.Context, from, to time.Time) ([]MissingReports, error) {
 	var out []MissingReports
 	err := s.scan(ctx, "look for missing reports", `SELECT gateway, boot, before + 1, toUInt64(seq - 1), toUnixTimestamp64Milli(received) FROM (
@@ -33,6 +33,42 @@ func (s *Store) Missing(ctx context.Context, from, to time.Time) ([]MissingRepor
 		out = append(out, m)
 		return err
 	})
+	return out, err
+}
+
+// Tail is a run of reports that a gateway has said it has sealed and that are not stored, and neither is a later one of the same boot.
+type Tail struct {
+	MissingReports // Hour is that of the first heartbeats that told of them, as far as these were kept
+	// Kept says that the gateway may have them yet: this boot is alive, or another one of that gateway is that has had reports to deliver
+	// all the time, and may be delivering those of this one.
+	Kept bool
+}
+
+// Tails returns the runs that were told of with from <= ts < to, and before told: what was told of after that may be on its way.
+// Who is alive has been heard since alive. Heartbeats are kept for 30 days, and those of older gateways tell of nothing.
+func (s *Store) Tails(ctx context.Context, from, to, told, alive time.Time) ([]Tail, error) {
+	var out []Tail
+	err := s.scan(ctx, "look for reports that gateways have told of", `WITH
+		told AS ( -- and the hour before: what was told of then already is not of this one
+			SELECT gateway, boot, toUnixTimestamp64Milli(ts) - toUnixTimestamp64Milli(ts) % 3600000 AS hour, max(sealed) AS last FROM gateways
+			WHERE sealed > 0 AND ts >= fromUnixTimestamp64Milli({from:Int64} - 3600000, 'UTC') AND ts < fromUnixTimestamp64Milli(least({to:Int64}, {told:Int64}), 'UTC') GROUP BY gateway, boot, hour),
+		have AS (SELECT gateway, boot, max(seq) AS stored FROM reports WHERE (gateway, boot) IN (SELECT gateway, boot FROM told) GROUP BY gateway, boot),
+		alive AS (
+			SELECT gateway, boot, countIf(pending_reports = 0 AND ts < fromUnixTimestamp64Milli({told:Int64}, 'UTC')) = 0 AS delivers FROM gateways WHERE ts >= fromUnixTimestamp64Milli({alive:Int64}, 'UTC')
+			GROUP BY gateway, boot HAVING argMax(mode, ts) != '`+schemas.ModeStopped+`')
+		SELECT gateway, boot, greatest(before, stored) + 1, last, hour,
+			(gateway, boot) IN (SELECT gateway, boot FROM alive) OR gateway IN (SELECT gateway FROM alive WHERE delivers)
+		FROM (SELECT gateway, boot, hour, last, lagInFrame(last, 1, 0) OVER (PARTITION BY gateway, boot ORDER BY hour) AS before FROM told) AS runs
+		LEFT JOIN have USING (gateway, boot)
+		WHERE last > greatest(before, stored) AND hour > {from:Int64} - 3600000 ORDER BY hour, gateway, boot`,
+		append(window(from, to), ch.Named("told", millis(told)), ch.Named("alive", millis(alive))), func(rows driver.Rows) error {
+			var t Tail
+			var hour int64
+			err := rows.Scan(&t.Gateway, &t.Boot, &t.First, &t.Last, &hour, &t.Kept)
+			t.Hour = time.UnixMilli(hour).UTC()
+			out = append(out, t)
+			return err
+		})
 	return out, err
 }
 

@@ -1,6 +1,9 @@
 package clickhouse
 
 import (
+	"fmt"
+	"slices"
+	"strings"
 	"testing"
 	"time"
 
@@ -62,6 +65,78 @@ func TestAccounts(t *testing.T) {
 	ids := []ReportID{{"a", "boot-a", 6}, {"a", "boot-a", 10}}
 	if have, err := s.Stored(t.Context(), ids); err != nil || len(have) != 1 || have[ids[0]] != ContentsOf(taking(6, 2, 12)) {
 		t.Errorf("Stored = %v, %v", have, err)
+	}
+}
+
+// The last reports of a boot are missed by what its heartbeats told, in the hour in which they told it first, and whether its gateway may
+// have them yet is known.
+func TestTails(t *testing.T) {
+	s := fresh(t)
+	hour, now := noon, noon.Add(90*time.Minute)
+	at := func(since time.Duration) time.Time { return now.Add(-since) }
+	var beats []GatewaySample
+	beat := func(gateway, boot string, since time.Duration, sealed, pending uint64, mode string) {
+		beats = append(beats, GatewaySample{at(since), schemas.Heartbeat{Gateway: gateway, Boot: boot, Mode: mode, Sealed: sealed, PendingReports: pending}})
+	}
+	// All is stored; told so late that it may be on its way; an older weir, which tells of nothing; nothing was stored of an idle one.
+	beat("well", "boot-well", time.Hour, 2, 0, "synced")
+	beat("new", "boot-new", 2*time.Second, 9, 1, "synced")
+	beat("old", "boot-old", time.Hour, 0, 0, "synced")
+	beat("idle", "boot-idle", 0, 0, 0, "synced")
+	// 3 to 5 were told of in the first hour, up to 8 in the second, and again and again.
+	beat("a", "boot-a", 80*time.Minute, 2, 0, "synced")
+	beat("a", "boot-a", 70*time.Minute, 5, 3, "synced")
+	beat("a", "boot-a", 20*time.Minute, 8, 6, "synced")
+	beat("a", "boot-a", 10*time.Minute, 8, 6, "synced")
+	// Alive; ended in order just now; killed, with a next life that delivers, that has nothing, or that has just begun.
+	beat("alive", "boot-alive", 20*time.Minute, 1, 1, "synced")
+	beat("alive", "boot-alive", 5*time.Second, 1, 1, "synced")
+	beat("ended", "boot-ended", 20*time.Minute, 1, 1, "synced")
+	beat("ended", "boot-ended", 5*time.Second, 1, 1, schemas.ModeStopped)
+	for _, g := range []struct {
+		name          string
+		since         time.Duration
+		before, after uint64 // reports that wait
+	}{{"delivers", 30 * time.Second, 2, 0}, {"empty", 30 * time.Second, 0, 3}, {"begins", 5 * time.Second, 0, 0}} {
+		beat(g.name, "boot-"+g.name, 20*time.Minute, 1, 1, "synced")
+		beat(g.name, "next", g.since, 0, g.before, "synced")
+		beat(g.name, "next", 3*time.Second, 0, g.after, "synced")
+	}
+	if err := s.Gateways(t.Context(), beats); err != nil {
+		t.Fatal(err)
+	}
+	store(t, s, batchOf(1, reportAt("well", 1, noon, 1), reportAt("well", 2, noon, 1), reportAt("a", 1, noon, 1), reportAt("a", 2, noon, 1)))
+	look := func(from, to time.Time) (all []string) {
+		t.Helper()
+		tails, err := s.Tails(t.Context(), from, to, at(10*time.Second), at(time.Minute))
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, m := range tails {
+			all = append(all, fmt.Sprintf("%s %s %s of %s, kept %t", m.Gateway, m.Boot, m.MissingReports, m.Hour.Format("15:04"), m.Kept))
+		}
+		return all
+	}
+	first, second := []string{"a boot-a reports 3 to 5 of 12:00, kept false"}, []string{
+		"a boot-a reports 6 to 8 of 13:00, kept false",
+		"alive boot-alive report 1 of 13:00, kept true",
+		"begins boot-begins report 1 of 13:00, kept true",
+		"delivers boot-delivers report 1 of 13:00, kept true",
+		"empty boot-empty report 1 of 13:00, kept false",
+		"ended boot-ended report 1 of 13:00, kept false",
+	}
+	for _, tt := range []struct {
+		hours, upto int
+		want        []string
+	}{{0, 1, first}, {1, 2, second}, {0, 24, append(first, second...)}, {2, 24, nil}, {-24, 0, nil}} {
+		if got := look(hour.Add(time.Duration(tt.hours)*time.Hour), hour.Add(time.Duration(tt.upto)*time.Hour)); !slices.Equal(got, tt.want) {
+			t.Errorf("of hours %d to %d: %q, want %q", tt.hours, tt.upto, got, tt.want)
+		}
+	}
+	// What comes later is there.
+	store(t, s, batchOf(5, reportAt("a", 6, noon, 1), reportAt("alive", 1, noon, 1)))
+	if got := look(hour, hour.Add(24*time.Hour)); got[0] != "a boot-a reports 7 to 8 of 13:00, kept false" || strings.Contains(got[1], "alive") {
+		t.Errorf("after some have come: %q", got)
 	}
 }
 

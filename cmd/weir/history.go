@@ -92,18 +92,21 @@ func historyVerifyCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "verify",
 		Short: "Compare the accounts of gateways, stream, Redis and ClickHouse, hour by hour",
-		Long: `Verify compares, for whole hours: the numbers of the reports, which have no holes; what each report says of itself with its rows
-in usage, none of which is without its report; what was taken of each bucket with the growth of its cumulative count, in ClickHouse
-and in Redis, as far as Redis still has it; and the roll-ups with the ledger. It says "equal", or each difference with its cause: in
-flight, late, refused (a dead letter, whatever its reason, that is not stored), lost or doubled, or between which of these it cannot tell. A letter that
-cannot be taken for a report is in the hour in which it arrived; one that does not say which report it is may be one that is called
-lost. A file in a --journal that cannot be read whole is lost, whichever hours are looked at, until somebody has taken it away; its
-hour is that in which it was last written. Where there was nothing to compare with, in Redis or for want of --journal, it says so. No
-difference, and said apart: what the buckets of a process that ended before it had sealed all that it counted gave after their last
-report, which Redis never hears of. The table has 50 at most of the differences of one hour, cause and boot, and says how many more
-there are; -o json has all.
-It exits 0 when all is equal, 1 when something differs, 3 when a server is unreachable. Hours that are not over are left out
-unless --to names one.`,
+		Long: `Verify compares, for whole hours: the numbers of the reports, which have no holes and go as far as the heartbeats of their gateways
+told (they are kept for 30 days); what each report says of itself with its rows in usage, none of which is without its report; what
+was taken of each bucket with the growth of its cumulative count, in ClickHouse and in Redis, as far as Redis still has it; and the
+roll-ups with the ledger. What is not stored is looked for in the stream, among the dead letters and in the journals of those folders
+that --journal names. The aggregator does the same once an hour, without journals.
+
+It says "equal", or each difference with its cause: in flight; late (a gateway has it: its journal says so, or it told of it and is
+alive, or its next life is delivering); refused (a dead letter, whatever its reason, that is not stored); lost; doubled; or between
+which of these it cannot tell. A letter that cannot be taken for a report is in the hour in which it arrived; one that does not say
+which report it is may be one that is called lost, and so may one in a spool that was not read. A file in a --journal that cannot be
+read whole is lost, whichever hours are looked at, until somebody has taken it away; its hour is that in which it was last written.
+Where there was nothing to compare with, in Redis or for want of --journal, it says so. No difference, and said apart: what the
+buckets of a process that ended before it had sealed all that it counted gave after their last report, which Redis never hears of.
+The table has 50 at most of the differences of one hour, cause and boot, and says how many more there are; -o json has all. It exits
+0 when all is equal, 1 when something differs, 3 when a server is unreachable. Hours that are not over are left out unless --to names one.`,
 		Example: "  weir history verify --last 24h\n  weir history verify --from 2026-11-29T10:00:00Z --to 2026-11-29T11:00:00Z --journal /var/lib/weir -o json",
 		Args:    noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {

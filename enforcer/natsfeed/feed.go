@@ -68,6 +68,7 @@ type Status struct {
 	PolicyVersion uint64
 	Pending       uint64   // reports sealed and not yet acknowledged
 	Without       []string // what the gateway does without: schemas.WithoutSpool
+	Sealed        uint64   // number of the newest report with requests that is sealed; 0 when there is none
 }
 
 // queue is how many messages may wait to be applied. What does not fit is dropped, noticed and asked for.
@@ -292,7 +293,7 @@ func (f *Feed) say(s Status) {
 		return
 	}
 	h := &schemas.Heartbeat{Gateway: f.cfg.Gateway, Boot: f.cfg.Boot, SentAt: f.cfg.Now(), PolicyVersion: s.PolicyVersion,
-		Mode: s.Mode, PendingReports: s.Pending, Version: f.cfg.Version, Without: s.Without}
+		Mode: s.Mode, PendingReports: s.Pending, Version: f.cfg.Version, Without: s.Without, Sealed: s.Sealed}
 	h.ClockOffset, h.ClockError, h.ClockKnown = f.Clock()
 	b, err := schemas.EncodeHeartbeat(h)
 	if err == nil {

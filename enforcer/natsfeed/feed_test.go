@@ -273,7 +273,7 @@ func newFeed(t *testing.T, cfg Config, nc *nats.Conn, apply func(schemas.Throttl
 }
 
 func isSynced() Status {
-	return Status{Mode: enforcer.Synced, PolicyVersion: 77, Pending: 3, Without: []string{"sleep"}}
+	return Status{Mode: enforcer.Synced, PolicyVersion: 77, Pending: 3, Without: []string{"sleep"}, Sealed: 41}
 }
 
 func TestASnapshotIsAskedForUntilItIsAnswered(t *testing.T) {
@@ -391,7 +391,7 @@ func TestHeartbeatsSayWhatTheGatewayIs(t *testing.T) {
 	h, _ := c.lastBeat()
 	off := h.ClockOffset
 	h.ClockOffset, h.ClockError, h.SentAt = 0, 0, time.Time{}
-	want := schemas.Heartbeat{Gateway: "g1", Boot: "b1", PolicyVersion: 77, Mode: enforcer.Synced, ClockKnown: true, PendingReports: 3, Version: "v1.2.3", Without: []string{"sleep"}}
+	want := schemas.Heartbeat{Gateway: "g1", Boot: "b1", PolicyVersion: 77, Mode: enforcer.Synced, ClockKnown: true, PendingReports: 3, Version: "v1.2.3", Without: []string{"sleep"}, Sealed: 41}
 	if !reflect.DeepEqual(h, want) {
 		t.Errorf("heartbeat = %+v, want %+v", h, want)
 	}

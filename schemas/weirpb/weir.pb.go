@@ -747,6 +747,7 @@ type Heartbeat struct {
 	PendingReports uint64                 `protobuf:"varint,8,opt,name=pending_reports,json=pendingReports,proto3" json:"pending_reports,omitempty"` // sealed and not yet acknowledged
 	Version        string                 `protobuf:"bytes,9,opt,name=version,proto3" json:"version,omitempty"`                                      // of weir
 	Without        []string               `protobuf:"bytes,10,rep,name=without,proto3" json:"without,omitempty"`                                     // what it does without: spool
+	Sealed         uint64                 `protobuf:"varint,11,opt,name=sealed,proto3" json:"sealed,omitempty"`                                      // number of the newest report with requests that this boot has sealed; 0 is not told
 	unknownFields  protoimpl.UnknownFields
 	sizeCache      protoimpl.SizeCache
 }
@@ -849,6 +850,13 @@ func (x *Heartbeat) GetWithout() []string {
 		return x.Without
 	}
 	return nil
+}
+
+func (x *Heartbeat) GetSealed() uint64 {
+	if x != nil {
+		return x.Sealed
+	}
+	return 0
 }
 
 // ClockReply answers an empty request on weir.clock.v1.
@@ -1126,7 +1134,7 @@ const file_weir_v1_weir_proto_rawDesc = "" +
 	"\x05level\x18\t \x01(\x12R\x05level\x12\x18\n" +
 	"\agranted\x18\n" +
 	" \x01(\x04R\agranted\x12\x14\n" +
-	"\x05grant\x18\v \x01(\x04R\x05grant\"\xc4\x02\n" +
+	"\x05grant\x18\v \x01(\x04R\x05grant\"\xdc\x02\n" +
 	"\tHeartbeat\x12\x12\n" +
 	"\x04boot\x18\x01 \x01(\tR\x04boot\x12\x1c\n" +
 	"\n" +
@@ -1140,7 +1148,8 @@ const file_weir_v1_weir_proto_rawDesc = "" +
 	"\x0fpending_reports\x18\b \x01(\x04R\x0ependingReports\x12\x18\n" +
 	"\aversion\x18\t \x01(\tR\aversion\x12\x18\n" +
 	"\awithout\x18\n" +
-	" \x03(\tR\awithout\"F\n" +
+	" \x03(\tR\awithout\x12\x16\n" +
+	"\x06sealed\x18\v \x01(\x04R\x06sealed\"F\n" +
 	"\n" +
 	"ClockReply\x12\x1f\n" +
 	"\vreceived_ns\x18\x01 \x01(\x12R\n" +

@@ -18,10 +18,10 @@ const (
 	auditDelay  = 5 * time.Minute // after the end of an hour, for what is on its way
 	auditRetry  = time.Minute
 	auditPast   = 24 * time.Hour      // closed hours that are looked at each time
-	auditOldest = 31 * 24 * time.Hour // an hour that fires is looked at for so long
+	auditOldest = 30 * 24 * time.Hour // an hour that fires is looked at for so long: without its heartbeats it would seem to add up
 )
 
-// auditor reconciles the closed hours once an hour, and says in the alerts' stream which do not add up and which do again.
+// auditor reconciles the closed hours once an hour, by the gateways' heartbeats, for their journals are out of its reach, and says in the alerts' stream which do not add up and which do again.
 type auditor struct {
 	reconcile func(ctx context.Context, from, to time.Time) (Reconciliation, error)
 	alerts    *bulletin

@@ -91,7 +91,8 @@ func Journals(data string) ([]Journal, error) {
 	return all, nil
 }
 
-// Books are the accounts that are compared. Journals may be none: then a report that only its gateway has counts as lost.
+// Books are the accounts that are compared. Journals may be none: then a report that only its gateway has counts as lost, unless that
+// one is alive.
 type Books struct {
 	NATS     *nats.Conn
 	Counter  *redis.Counter
@@ -102,8 +103,8 @@ type Books struct {
 // maxWaiting bounds the reports and counts that are looked at one by one.
 const maxWaiting = 100_000
 
-// Reconcile compares the accounts of the hours that lie in from <= t < to: the gateways' journals, the stream, the reports
-// and their usage, the cumulative counts in Redis and in ClickHouse, and the roll-ups.
+// Reconcile compares the accounts of the hours that lie in from <= t < to: what the gateways' heartbeats told that they have sealed,
+// their journals, the stream, the reports and their usage, the cumulative counts in Redis and in ClickHouse, and the roll-ups.
 func Reconcile(ctx context.Context, b Books, from, to time.Time) (Reconciliation, error) {
 	r := Reconciliation{From: from.UTC(), To: to.UTC(), Journals: len(b.Journals), Differences: []Difference{}}
 	if _, _, err := b.Counter.About(ctx); err != nil { // it might not be asked anything, and "equal" would then be half a truth
@@ -165,6 +166,7 @@ type life struct{ gateway, boot string }
 
 // outside is all that exists outside of the history.
 type outside struct {
+	at       time.Time // when it was looked for
 	reports  map[copyOf]unstored
 	causes   map[life]string     // why reports of a boot are not stored
 	seqs     map[life][]uint64   // of those reports, in order
@@ -204,7 +206,7 @@ func (o *outside) among(l life, first, last uint64) (n uint64) {
 
 // outside finds the reports that wait in the stream, in journals and among the dead letters, and are not stored.
 func (b Books) outside(ctx context.Context, from, to time.Time) (*outside, error) {
-	o := &outside{reports: map[copyOf]unstored{}, causes: map[life]string{}, seqs: map[life][]uint64{}, nameless: map[string]int{}, letters: map[nameless]*count{}}
+	o := &outside{at: time.Now(), reports: map[copyOf]unstored{}, causes: map[life]string{}, seqs: map[life][]uint64{}, nameless: map[string]int{}, letters: map[nameless]*count{}}
 	within := func(at time.Time) bool { return !at.Before(from) && at.Before(to) }
 	note := func(cause, detail string, r *schemas.Report) {
 		requests := map[time.Time]int64{}
@@ -363,19 +365,24 @@ func (b Books) journals(_ context.Context, r *Reconciliation, _ *outside) error 
 	return nil
 }
 
-// reports looks for holes in the numbers of reports, and for reports with usage of that time that are elsewhere.
+// reports looks for holes in the numbers of reports, for reports that gateways have told of and that are nowhere, and for reports with
+// usage of that time that are elsewhere.
 func (b Books) reports(ctx context.Context, r *Reconciliation, known *outside) error {
 	missing, err := b.Store.Missing(ctx, r.From, r.To)
 	if err != nil {
 		return err
 	}
-	for _, m := range missing {
-		lost := func(first, last uint64) {
+	tails, err := b.Store.Tails(ctx, r.From, r.To, known.at.Add(-settling), known.at.Add(-heard))
+	if err != nil {
+		return err
+	}
+	nowhere := func(m clickhouse.MissingReports, cause, detail string) {
+		note := func(first, last uint64) {
 			if first > last {
 				return
 			}
-			d := Difference{Between: "reports", Cause: CauseLost, Gateway: m.Gateway, Boot: m.Boot, Hour: m.Hour,
-				Want: sum(1, last-first), Detail: clickhouse.MissingReports{First: first, Last: last}.String()}
+			d := Difference{Between: "reports", Cause: cause, Gateway: m.Gateway, Boot: m.Boot, Hour: m.Hour,
+				Want: sum(1, last-first), Detail: clickhouse.MissingReports{First: first, Last: last}.String() + detail}
 			if n := known.nameless[m.Gateway]; n > 0 {
 				d.Detail += fmt.Sprintf(", unless among the %d dead letters of this gateway that do not say which they are", n)
 			}
@@ -383,12 +390,22 @@ func (b Books) reports(ctx context.Context, r *Reconciliation, known *outside) e
 		}
 		first := m.First
 		for _, seq := range known.seqs[life{m.Gateway, m.Boot}] {
-			if first <= seq && seq <= m.Last { // which is below the next, so that seq+1 is a number
-				lost(first, seq-1)
+			if first <= seq && seq <= m.Last { // which is a report's number, so that seq+1 is one
+				note(first, seq-1)
 				first = seq + 1
 			}
 		}
-		lost(first, m.Last)
+		note(first, m.Last)
+	}
+	for _, m := range missing {
+		nowhere(m, CauseLost, "")
+	}
+	for _, t := range tails {
+		if t.Kept {
+			nowhere(t.MissingReports, CauseLate, ", by its heartbeats")
+		} else {
+			nowhere(t.MissingReports, CauseLost, ", by its heartbeats, unless in a spool that was not read")
+		}
 	}
 	ids := slices.SortedFunc(maps.Keys(known.reports), func(a, b copyOf) int {
 		return cmp.Or(cmp.Compare(a.Gateway, b.Gateway), cmp.Compare(a.Boot, b.Boot), cmp.Compare(a.Seq, b.Seq), cmp.Compare(a.Requests, b.Requests), cmp.Compare(a.Digest, b.Digest))
@@ -449,8 +466,11 @@ func (b Books) tokens(ctx context.Context, r *Reconciliation, known *outside) er
 	return nil
 }
 
-// settling is how long after a report Redis and ClickHouse may be apart.
+// settling is how long after a report Redis and ClickHouse may be apart, and a heartbeat ahead of ClickHouse.
 const settling = 10 * time.Second
+
+// heard is how long a gateway counts as alive after a heartbeat.
+const heard = time.Minute
 
 // redis compares the cumulative counts that both hold. Redis forgets buckets that have long been full.
 func (b Books) redis(ctx context.Context, r *Reconciliation, known *outside) error {
