@@ -182,8 +182,8 @@ func TestReportsThatWaitAreHeardFirst(t *testing.T) {
 // TestACentreThatWasFrozen finds what was used meanwhile in several batches, and its gateways silent for a while. It refuses nobody for
 // that, and says that it grants nothing until it has heard them.
 func TestACentreThatWasFrozen(t *testing.T) {
-	slept := time.Duration(0)
-	now := func() time.Time { return time.Now().Add(slept) }
+	var slept atomic.Int64
+	now := func() time.Time { return time.Now().Add(time.Duration(slept.Load())) }
 	bubble(t, aggregator.Config{Now: now}, func(w *world) {
 		w.counter.Now = now
 		defer w.run()()
@@ -194,7 +194,7 @@ func TestACentreThatWasFrozen(t *testing.T) {
 			t.Fatalf("shares add up to %.1f/s, want the whole limit", got)
 		}
 		time.Sleep(50 * time.Millisecond)
-		slept = 10 * time.Second
+		slept.Store(int64(10 * time.Second))
 		for range 3 {
 			w.handle(w.report("g1", w.tokens("g1", "acme", limit100, 150, 90)), w.report("g2", w.tokens("g2", "acme", limit100, 150, 90)))
 		}
