@@ -149,7 +149,7 @@ func TestTotalsTopAndTenantMatchTheNaiveTwin(t *testing.T) {
 			}
 			slices.SortFunc(want, func(a, b TenantTotal) int {
 				if x, y := key(a.Counts), key(b.Counts); x != y {
-					return int(int64(y) - int64(x))
+					return int(y - x)
 				}
 				return strings.Compare(a.Tenant, b.Tenant)
 			})
