@@ -269,6 +269,9 @@ func (a *Aggregator) Heartbeat(h *schemas.Heartbeat, arrived time.Time) {
 	}
 	a.saw(h.Gateway, arrived)
 	a.spoke(h.Gateway, h.Boot, arrived)
+	a.mu.Lock()
+	a.weights.hear(h.Gateway, h.Weight)
+	a.mu.Unlock()
 	if h.ClockKnown {
 		a.m.ClockOffset.WithLabelValues(h.Gateway).Set(h.ClockOffset.Seconds())
 	}

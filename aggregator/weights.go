@@ -45,6 +45,7 @@ type weights struct {
 	taken  map[string]float64 // … and before it, less and less of what is long ago
 	at     time.Time          // of the last weighing
 	told   map[string]int     // millionths by gateway; none before anything is known
+	said   map[string]int     // what gateways say that they have, until then
 	next   map[string]int     // what is told after lag more keepalives
 	lag    int
 }
@@ -66,11 +67,33 @@ func (w *weights) add(gateway string, tokens int64) {
 	w.lately[gateway] += float64(tokens)
 }
 
+// hear notes what a gateway says that it was told, by a centre before this one.
+func (w *weights) hear(gateway string, weight int) {
+	if w.told == nil && weight > 0 {
+		if w.said == nil {
+			w.said = make(map[string]int)
+		}
+		w.said[gateway] = weight
+	}
+}
+
+// recall takes what all of a fleet say that they have for what they were told.
+func (w *weights) recall(fleet []string) {
+	told := make(map[string]int, len(fleet))
+	for _, g := range fleet {
+		if w.said[g] == 0 {
+			return
+		}
+		told[g] = w.said[g]
+	}
+	w.told, w.next, w.said = told, told, nil
+}
+
 // step weighs the fleet, which is in order, when it is time to or another one than before. It is called once a keepalive.
 //
 // A weight grows some keepalives after those that it takes from have shrunk: a fleet that loses the centre meanwhile, or a gateway
-// that misses one message, does not have more than all of a limit. A newcomer has as good as nothing until then; and where nobody knows
-// what gateways were told before, everybody begins with the least that anybody may have been told.
+// that misses one message, does not have more than all of a limit. A newcomer has as good as nothing until then; and where gateways do not
+// say what they were told before, everybody begins with the least that anybody may have been told.
 func (w *weights) step(fleet []string, now time.Time) {
 	if w.lag > 0 {
 		if w.lag--; w.lag == 0 {
@@ -91,6 +114,9 @@ func (w *weights) step(fleet []string, now time.Time) {
 	w.fleet = fleet
 	if len(w.taken) == 0 {
 		return
+	}
+	if w.told == nil {
+		w.recall(fleet)
 	}
 	taken := make([]float64, len(fleet))
 	for i, g := range fleet {

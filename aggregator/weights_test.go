@@ -92,6 +92,45 @@ func TestWeightsNeverAddUpToMoreThanTheLimit(t *testing.T) {
 	})
 }
 
+// TestANewCentreGoesOnFromTheWeightsThatThereAre: what gateways say that they have, so that one that is lost right after it has weighed
+// them leaves a fleet with all of a limit; nothing is known of one that does not say.
+func TestANewCentreGoesOnFromTheWeightsThatThereAre(t *testing.T) {
+	const half = schemas.WholeWeight / 2
+	for _, c := range []struct {
+		name           string
+		a, b           int // that they say
+		wantA, wantB   int // once they are weighed, with the same load …
+		laterA, laterB int // … and two keepalives later
+	}{
+		{"the same as before", half, half, half, half, half, half},
+		{"the load has moved", 900_000, 100_000, half, 100_000, half, half},
+		{"each was alone", schemas.WholeWeight, schemas.WholeWeight, half, half, half, half},
+		{"one does not say", half, 0, half / 4, half / 4, half, half},
+	} {
+		var w weights
+		now, fleet := time.Unix(1_800_000_000, 0), []string{"a", "b"}
+		step := func(n int) string {
+			for range n {
+				now = now.Add(time.Second)
+				for _, g := range fleet {
+					w.count(&schemas.Report{Gateway: g, Tokens: []schemas.Tokens{{Rule: "r", Key: "k", Taken: 100, LimitRateNanos: 1e9, LimitBurst: 5}}})
+				}
+				w.hear("a", c.a)
+				w.hear("b", c.b)
+				w.step(fleet, now)
+			}
+			return fmt.Sprint(w.told["a"], w.told["b"])
+		}
+		step(10)
+		if got, want := step(1), fmt.Sprint(c.wantA, c.wantB); got != want {
+			t.Errorf("%s: told %s, want %s", c.name, got, want)
+		}
+		if got, want := step(2), fmt.Sprint(c.laterA, c.laterB); got != want {
+			t.Errorf("%s: told %s later, want %s", c.name, got, want)
+		}
+	}
+}
+
 // TestWeightsFollowTrafficAndNotNoise: they are known after ten seconds, and are said anew only when they have moved.
 func TestWeightsFollowTrafficAndNotNoise(t *testing.T) {
 	var w weights

@@ -76,6 +76,17 @@ func (e *Enforcer) behind(v *view, now int64) bool {
 	return v.fleet != e.fleet || v.rung != rung || v.num != num || v.den != den
 }
 
+// Weight is the part of each limit, in millionths, that a key without a share has here without the centre: what the centre told last, or
+// an even part of the fleet.
+func (e *Enforcer) Weight() int {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.weight > 0 {
+		return e.weight
+	}
+	return max(schemas.WholeWeight/max(e.fleet, 1), 1)
+}
+
 // part is the part of a limit that a key without a share has here, on a rung: an even part of the fleet while the centre is there,
 // which reckons with it; the weight without it; on the floor the less of the two, so that the parts of a fleet add up to no more
 // than the limit on whichever rung each gateway is. When grants have lapsed it is that of limits that lapse with them, and of those

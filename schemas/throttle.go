@@ -55,6 +55,7 @@ type Heartbeat struct {
 	Version        string   // of weir
 	Without        []string // what it does without: WithoutSpool
 	Sealed         uint64   // number of the newest report with requests that this boot has sealed; 0 when there is none, or it does not say
+	Weight         int      // millionths of each limit that it keeps to without the centre; 0 when it does not say
 }
 
 // ClockReply carries the two middle timestamps of a clock measurement, by the centre's clock.

@@ -69,6 +69,7 @@ type Status struct {
 	Pending       uint64   // reports sealed and not yet acknowledged
 	Without       []string // what the gateway does without: schemas.WithoutSpool
 	Sealed        uint64   // number of the newest report with requests that is sealed; 0 when there is none
+	Weight        int      // millionths of each limit that it keeps to without the centre
 }
 
 // queue is how many messages may wait to be applied. What does not fit is dropped, noticed and asked for.
@@ -293,7 +294,7 @@ func (f *Feed) say(s Status) {
 		return
 	}
 	h := &schemas.Heartbeat{Gateway: f.cfg.Gateway, Boot: f.cfg.Boot, SentAt: f.cfg.Now(), PolicyVersion: s.PolicyVersion,
-		Mode: s.Mode, PendingReports: s.Pending, Version: f.cfg.Version, Without: s.Without, Sealed: s.Sealed}
+		Mode: s.Mode, PendingReports: s.Pending, Version: f.cfg.Version, Without: s.Without, Sealed: s.Sealed, Weight: s.Weight}
 	h.ClockOffset, h.ClockError, h.ClockKnown = f.Clock()
 	b, err := schemas.EncodeHeartbeat(h)
 	if err == nil {

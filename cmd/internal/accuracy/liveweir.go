@@ -185,7 +185,9 @@ func (f *liveWeir) startGateway(ctx context.Context, i int) error {
 	}
 	reporter := ingest.New(ingest.Config{Clock: enforcer.Monotonic, PublishTimeout: time.Duration(publishTimeout), DrainTimeout: time.Second}, name, boot, g.enforcer, pub, f.log, nil)
 	g.feed, err = natsfeed.New(natsfeed.Config{Gateway: name, Boot: boot, Silent: g.enforcer.Descend}, g.nc, g.enforcer.Apply,
-		func() natsfeed.Status { return natsfeed.Status{Mode: g.enforcer.Mode(), PolicyVersion: 1} }, nil, f.log)
+		func() natsfeed.Status {
+			return natsfeed.Status{Mode: g.enforcer.Mode(), PolicyVersion: 1, Weight: g.enforcer.Weight()}
+		}, nil, f.log)
 	if err != nil {
 		return err
 	}

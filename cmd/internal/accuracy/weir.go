@@ -420,7 +420,7 @@ func (g *gateway) beat() {
 		return
 	}
 	h := &schemas.Heartbeat{Gateway: g.name, Boot: g.boot, SentAt: g.f.w.wall(g.skew), PolicyVersion: 1, Mode: g.enforcer.Mode(),
-		PendingReports: uint64(len(g.spool)), Version: "sim"}
+		PendingReports: uint64(len(g.spool)), Version: "sim", Weight: g.enforcer.Weight()}
 	g.toCentre.send(0, func() {
 		if c := g.f.centre; c != nil {
 			c.call(0, func() { c.agg.Heartbeat(h, c.now()) })

@@ -113,7 +113,7 @@ func NewGateway(cfg GatewayConfig, policy *Policy, nc *nats.Conn, m *Metrics, st
 	feed, err := natsfeed.New(natsfeed.Config{Gateway: cfg.Name, Boot: g.Boot, Version: obs.Version(), FleetFile: fleetFile, Silent: g.enforcer.Descend, Now: cfg.Now},
 		nc, apply, func() natsfeed.Status {
 			pending, _ := g.reporter.Pending()
-			return natsfeed.Status{Mode: g.enforcer.Mode(), PolicyVersion: policy.Version(), Pending: uint64(pending), Sealed: g.reporter.Newest(), Without: without()}
+			return natsfeed.Status{Mode: g.enforcer.Mode(), PolicyVersion: policy.Version(), Pending: uint64(pending), Sealed: g.reporter.Newest(), Weight: g.enforcer.Weight(), Without: without()}
 		}, m.feed, base)
 	if err != nil {
 		return nil, err
