@@ -39,7 +39,7 @@ type Spool interface {
 	Sent(at uint64) (first bool)
 	Skip()
 	// Stored removes what is stored for good. A report that is not, though the history has passed its place in the
-	// stream, is to be sent again; again is the number of those.
+	// stream, or the stream has lost something since the last call, is to be sent again; again is the number of those.
 	Stored(f schemas.Floor, s *schemas.Stored) (again int)
 	// Unconfirmed is the number of reports that are in the stream and not known to be stored for good.
 	Unconfirmed() int

@@ -22,10 +22,12 @@ type Stored struct {
 // Has reports whether the history has report seq of boot.
 func (s *Stored) Has(boot string, seq uint64) bool { return s.Boots[boot].Has(seq) }
 
-// Floor says how far the history has come in one life of the stream: all of it up to Seq is stored.
+// Floor says how far the history has come in one life of the stream: all of it up to Seq is stored. Lost is the gateway's own: how often it
+// has found that the stream no longer had what it had taken from it.
 type Floor struct {
 	Stream string `json:"stream"` // as in Batch
 	Seq    uint64 `json:"seq"`
+	Lost   uint64 `json:"-"`
 }
 
 // Ranges are numbers, as ascending ranges that neither touch nor overlap.

@@ -45,6 +45,9 @@ type Publisher struct {
 	last  uint64 // stream sequence of our subject's last message, when known
 	boot  string // with seq, the last report that we know to be stored
 	seq   uint64
+
+	lost       uint64 // times that the stream no longer had that last message
+	reconnects uint64 // of nc, when we last looked whether it had
 }
 
 // NewPublisher returns a publisher for gateway. It touches no network. m may be nil.
@@ -147,6 +150,7 @@ func (p *Publisher) lookUp(ctx context.Context, r *schemas.Report) (stored bool,
 	msg, err := stream.GetLastMsgForSubject(ctx, p.subject)
 	switch {
 	case errors.Is(err, jetstream.ErrMsgNotFound): // none yet, or all have expired
+		p.behind(0)
 		p.last, p.known = 0, true
 		return stored, nil
 	case err != nil:
@@ -156,8 +160,48 @@ func (p *Publisher) lookUp(ctx context.Context, r *schemas.Report) (stored bool,
 		p.boot, p.seq = reportIn(msg.Header)
 		stored = p.has(r)
 	}
+	p.behind(msg.Sequence)
 	p.last, p.known = msg.Sequence, true
 	return stored, nil
+}
+
+// behind notes that our subject's last message is the one at a position, which may be under the one that we knew.
+func (p *Publisher) behind(at uint64) {
+	if p.known && at < p.last {
+		p.lost++
+	}
+}
+
+// losses counts how often the stream has lost our last message: it came back from an older copy, whatever the history says, which may
+// have come back too; or all has expired. A message that it takes behind our last one shows that it has that one. When nothing is sent
+// we look, after a reconnect and when the whole stream is shorter.
+func (p *Publisher) losses(ctx context.Context) (uint64, error) {
+	p.mu.Lock()
+	last, lost, looked := p.last, p.lost, p.reconnects
+	p.mu.Unlock()
+	reconnects := p.nc.Stats().Reconnects
+	stream, err := p.js.Stream(ctx, schemas.UsageStream)
+	if errors.Is(err, jetstream.ErrStreamNotFound) || err == nil && stream.CachedInfo().State.LastSeq >= last && reconnects == looked {
+		return lost, nil
+	}
+	if err != nil {
+		return 0, err
+	}
+	var at uint64
+	msg, err := stream.GetLastMsgForSubject(ctx, p.subject)
+	if err == nil {
+		at = msg.Sequence
+	} else if !errors.Is(err, jetstream.ErrMsgNotFound) {
+		return 0, err
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.reconnects = reconnects
+	if p.last == last && at < last { // nothing was sent meanwhile: that would have found out
+		p.behind(at)
+		p.last = at
+	}
+	return p.lost, nil
 }
 
 // has reports whether r is known to be stored: the reports of a boot are stored in order.

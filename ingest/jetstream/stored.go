@@ -19,6 +19,9 @@ import (
 // Stored returns what the history has of this gateway's reports: nothing while no history has written anything.
 func (p *Publisher) Stored(ctx context.Context) (schemas.Floor, *schemas.Stored, error) {
 	floor, stored, err := p.readStored(ctx)
+	if err == nil {
+		floor.Lost, err = p.losses(ctx)
+	}
 	if err != nil {
 		return schemas.Floor{}, nil, fmt.Errorf("read what is stored of %s: %w", p.subject, err)
 	}

@@ -237,8 +237,20 @@ func TestT4PutAgain(t *testing.T) {
 }
 
 // T4: a server that comes back with an older copy of its store has lost reports that it acknowledged, some of which have no requests. All
-// of them come again, and the history has each once.
+// of them come again, and the history has each once, also when nobody sends anything new, though what the history has noted came back
+// from the copy too.
 func TestT4AnOlderCopyOfTheStream(t *testing.T) {
+	for _, c := range []struct {
+		name       string
+		goesOn     bool // the gateway has new reports
+		hadHistory bool // the copy has what the history had noted by then
+		othersGoOn bool // another gateway has, and the stream outgrows its old numbers
+	}{{"gateways go on", true, false, false}, {"no new traffic", false, false, false}, {"no new traffic, and a history", false, true, false}, {"no new traffic of this one", false, true, true}} {
+		t.Run(c.name, func(t *testing.T) { olderCopy(t, c.goesOn, c.hadHistory, c.othersGoOn) })
+	}
+}
+
+func olderCopy(t *testing.T, goesOn, hadHistory, othersGoOn bool) {
 	cfg := embedded.Config{Dir: filepath.Join(t.TempDir(), "store")}
 	srv, err := embedded.Start(cfg, quiet)
 	if err != nil {
@@ -296,8 +308,44 @@ func TestT4AnOlderCopyOfTheStream(t *testing.T) {
 			})
 		}
 	}
+	var mu sync.Mutex
+	has := map[uint64]int{}
+	history := func() (stop func()) {
+		marks, err := NewMarks(nc, nil, quiet)
+		if err != nil {
+			t.Fatal(err)
+		}
+		l, err := NewLedger(Config{Name: "history", MaxDelay: 10 * time.Millisecond, Settled: marks.Settled}, nc, schemas.DecodeReport, quiet, nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		handle := marks.After(func(_ context.Context, b schemas.Batch[*schemas.Report]) error {
+			mu.Lock()
+			defer mu.Unlock()
+			for _, it := range b.Items {
+				if it.Value.Gateway == "gw" {
+					has[it.Value.Seq]++
+				}
+			}
+			return nil
+		})
+		stopMarks := begin(t, marks.Run)
+		stopLedger := begin(t, func(ctx context.Context) error { return l.Consume(ctx, handle) })
+		return func() { stopLedger(); stopMarks() }
+	}
+	confirm := func() (unconfirmed int) {
+		if f, stored, err := p.Stored(t.Context()); err == nil {
+			kept.Stored(f, stored)
+		}
+		return kept.Unconfirmed()
+	}
 	seal(1)
 	send()
+	if hadHistory {
+		stop := history()
+		eventually(t, "the gateway knows that the history has it", func() bool { return confirm() == 0 })
+		stop()
+	}
 	copied := filepath.Join(t.TempDir(), "copy")
 	restart(func() error { return os.CopyFS(copied, os.DirFS(cfg.Dir)) })
 	seal()
@@ -313,42 +361,37 @@ func TestT4AnOlderCopyOfTheStream(t *testing.T) {
 	if n := messages(t, js, schemas.UsageStream); n != 1 {
 		t.Fatalf("the older copy has %d reports, want 1", n)
 	}
-	marks, err := NewMarks(nc, nil, quiet)
-	if err != nil {
-		t.Fatal(err)
-	}
-	begin(t, marks.Run)
-	l, err := NewLedger(Config{Name: "history", MaxDelay: 10 * time.Millisecond, Settled: marks.Settled}, nc, schemas.DecodeReport, quiet, nil)
-	if err != nil {
-		t.Fatal(err)
-	}
-	var mu sync.Mutex
-	has := map[uint64]int{}
-	begin(t, func(ctx context.Context) error {
-		return l.Consume(ctx, marks.After(func(_ context.Context, b schemas.Batch[*schemas.Report]) error {
-			mu.Lock()
-			defer mu.Unlock()
-			for _, it := range b.Items {
-				has[it.Value.Seq]++
+	if othersGoOn {
+		other := newPublisher(t, nc, "other")
+		for n := range uint64(9) {
+			if err := other.Publish(t.Context(), report("boot", n+1, 1)); err != nil {
+				t.Fatal(err)
 			}
-			return nil
-		}))
-	})
-	eventually(t, "the history has all, and the gateway knows", func() bool {
-		seal(1) // gateways go on, and so does the history
-		send()
-		if f, stored, err := p.Stored(t.Context()); err == nil {
-			kept.Stored(f, stored)
-			send()
 		}
+	}
+	if othersGoOn {
+		eventually(t, "the gateway sees that its last message is not there, without the word of a history", func() bool {
+			confirm()
+			n, _ := kept.Len()
+			return n > 0
+		})
+	}
+	history()
+	eventually(t, "the history has all, and the gateway knows", func() bool {
+		if goesOn {
+			seal(1)
+		}
+		send()
+		left := confirm()
+		send()
 		mu.Lock()
 		defer mu.Unlock()
-		return has[1] > 0 && has[2] > 0 && has[3] > 0 && has[4] > 0 && has[5] > 0
+		return has[1] > 0 && has[2] > 0 && has[3] > 0 && has[4] > 0 && has[5] > 0 && (goesOn || left == 0)
 	})
 	mu.Lock()
 	defer mu.Unlock()
 	for n, times := range has {
-		if times != 1 {
+		if lost := n > 1 && n <= 5; times > 2 || times > 1 && (lost || hadHistory) { // which of the others it has the gateway cannot know: the table of reports does
 			t.Errorf("report %d came %d times", n, times)
 		}
 	}

@@ -139,6 +139,7 @@ type Spool struct {
 	waiting  []*entry // in the stream, and not known to be in the history
 	buckets  []*entry // the same, of buckets alone, which are let go of first
 	life     string   // of the stream, as the history knows it
+	lost     uint64   // as in the last Floor
 	trouble  map[string]bool
 	refused  time.Time // the last group that the disk did not take
 	refusal  int64     // bytes of the largest one since trouble began
@@ -705,8 +706,8 @@ const (
 func (s *Spool) Stored(f schemas.Floor, stored *schemas.Stored) (again int) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	another := s.life != "" && f.Stream != s.life // what we sent went into a stream that is gone, or may have
-	s.life = cmp.Or(f.Stream, s.life)
+	lost := f.Lost != s.lost || f.Stream != "" && s.life != "" && f.Stream != s.life // what we sent went into a stream that is gone, or may have
+	s.life, s.lost = cmp.Or(f.Stream, s.life), f.Lost
 	now := time.Now()
 	unsent := s.unsent[:0:0]
 	for _, e := range s.unsent {
@@ -722,7 +723,7 @@ func (s *Spool) Stored(f schemas.Floor, stored *schemas.Stored) (again int) {
 		switch {
 		case stored.Has(e.boot, e.seq):
 			s.done(e)
-		case (another || f.Stream == s.life && f.Seq >= e.place) && f.Stream != "" && now.After(e.next):
+		case lost || f.Stream != "" && f.Seq >= e.place && now.After(e.next):
 			e.again, e.next = true, now.Add(min(againMin<<min(e.tries, 10), againMax))
 			e.tries++
 			s.enqueue(e)

@@ -394,6 +394,16 @@ func TestWhatTheHistoryLacksIsSentAgain(t *testing.T) {
 		if n := s.Stored(schemas.Floor{Stream: "another", Seq: 1}, has); n != 1 {
 			t.Error("it is not sent again into another stream")
 		}
+		s.Next()
+		s.Sent(70)
+		if n := s.Stored(schemas.Floor{Stream: "another", Seq: 1, Lost: 1}, has); n != 1 {
+			t.Error("it is not sent again, at once, when the stream has lost something")
+		}
+		s.Next()
+		s.Sent(80)
+		if n := s.Stored(schemas.Floor{Stream: "another", Seq: 1, Lost: 1}, has); n != 0 {
+			t.Error("it is sent again when nothing was lost since")
+		}
 		has.Boots["one"] = schemas.Ranges{{1, 3}}
 		s.Stored(schemas.Floor{Stream: "another", Seq: 2}, has)
 		if n, requests := s.Len(); n != 0 || requests != 0 || s.Unconfirmed() != 0 {
