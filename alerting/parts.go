@@ -155,7 +155,7 @@ func (d *Detector) judgeParts(dt time.Duration) {
 			raise, severity, summary = waitsFor, schemas.SeverityCritical, "reports of gateway "+waits+" do not get into the stream: they wait there"
 			v = judge(waits != "", maybeWaits)
 		case schemas.WithoutSpool:
-			severity, summary = schemas.SeverityCritical, "the spool of gateway "+spoolless+" is full, cannot be written, or holds files of a newer weir: its log says which"
+			severity, summary = schemas.SeverityCritical, "the spool of gateway "+spoolless+" is full, cannot be written, was deleted in use, or holds files of a newer weir: its log says which"
 			v = judge(spoolless != "", maybeSpoolless)
 		case schemas.PartAggregator, schemas.PartAlerter:
 			if name == schemas.PartAlerter { // it may have this very alert in its hand

@@ -909,3 +909,73 @@ func TestAbandoned(t *testing.T) {
 		t.Errorf("Abandoned of an empty folder = %d, %v", n, err)
 	}
 }
+
+// Whoever deletes the files of a gateway that runs is found out: nothing else would tell until a kill. It goes on in new ones, at once for
+// reports and from the next seal for counts.
+func TestFilesDeletedInUse(t *testing.T) {
+	for name, taken := range map[string][]string{"the folder": {""}, "its files": {"*.seg", "live-*"}, "reports": {"*.seg"}, "counts": {"live-*"}} {
+		t.Run(name, func(t *testing.T) {
+			dir := filepath.Join(t.TempDir(), "spool")
+			var out bytes.Buffer
+			m := NewMetrics(prometheus.NewRegistry())
+			s, err := Open(Config{}, dir, "gw", "one", slog.New(slog.NewTextHandler(&out, nil)), m)
+			if err != nil {
+				t.Fatal(err)
+			}
+			t.Cleanup(func() { _ = s.Close() })
+			add(t, s, 1, report("one", 1, 5))
+			s.Cell(0, 2, 1, "t", "r", "", "").Add(1)
+			if s.Recover(); s.Troubled() {
+				t.Fatal("troubled before anything was taken")
+			}
+			for _, pattern := range taken {
+				names, err := filepath.Glob(filepath.Join(dir, pattern))
+				if err != nil || len(names) == 0 {
+					t.Fatal(names, err)
+				}
+				for _, name := range names {
+					if err := os.RemoveAll(name); err != nil {
+						t.Fatal(err)
+					}
+				}
+			}
+			s.Recover()
+			if n := strings.Count(out.String(), "level=ERROR"); n != 1 || testutil.ToFloat64(m.Degraded) != 1 || testutil.ToFloat64(m.Errors.WithLabelValues("gone")) != 1 {
+				t.Errorf("told %d times with degraded %v, want once and 1:\n%s", n, testutil.ToFloat64(m.Degraded), out.String())
+			}
+			add(t, s, 2, report("one", 2, 7))
+			for n := range int64(500) { // more than what is left of a chunk
+				s.Cell(0, 3, 1, fmt.Sprint("tenant-", n), "r", "", "").Add(1)
+			}
+			if r, _ := s.Next(); r == nil || r.Seq != 1 {
+				t.Fatalf("Next = %v, want the report that is in a deleted file", r)
+			}
+			killed := filepath.Join(t.TempDir(), "killed")
+			if err := os.CopyFS(killed, os.DirFS(dir)); err != nil {
+				t.Fatal(err)
+			}
+			next, nm, _ := openNext(t, killed)
+			want := uint64(507)
+			if name == "counts" {
+				want += 5 // the first report
+			}
+			if _, n := next.Len(); n != want || testutil.ToFloat64(nm.Damaged) != 0 {
+				t.Errorf("after a kill %d requests, %v damaged, want %d and none", n, testutil.ToFloat64(nm.Damaged), want)
+			}
+			if s.Recover(); name != "counts" && !s.Troubled() {
+				t.Error("no longer troubled, though a kill would lose the first report")
+			}
+			ids(s)
+			s.Stored(schemas.Floor{Stream: "s"}, &schemas.Stored{Boots: map[string]schemas.Ranges{"one": {{1, 2}}}})
+			if s.Recover(); s.Troubled() || testutil.ToFloat64(m.Degraded) != 0 {
+				t.Errorf("still troubled:\n%s", out.String())
+			}
+			if strings.Contains(out.String(), "level=WARN") {
+				t.Errorf("a file that is gone need not go:\n%s", out.String())
+			}
+			if err := s.Close(); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+}

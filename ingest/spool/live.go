@@ -73,6 +73,7 @@ type live struct {
 	segEnd   int64    // where that commit ends
 	free     [][]byte // chunks
 	taken    map[uint32][][]byte
+	gone     map[uint32][][]byte       // the same, of files before this one
 	volatile map[uint32][]*ingest.Cell // those that did not fit, by generation
 	err      error                     // the last one of growing
 }
@@ -177,6 +178,27 @@ func (l *live) want(chunks int) error {
 	}
 }
 
+// inPlace says that the file is in the folder, or that there is none.
+func (l *live) inPlace() bool {
+	l.growing.Lock()
+	defer l.growing.Unlock()
+	return l.f == nil || inPlace(l.f)
+}
+
+// renew has another file made, when this one is not in the folder any more. Counts that are in it stay there until they are sealed.
+func (l *live) renew() {
+	l.growing.Lock()
+	defer l.growing.Unlock()
+	_ = l.f.Close() // what is mapped stays
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.f, l.size, l.header, l.free = nil, 0, nil, nil
+	for g, chunks := range l.taken {
+		l.gone[g] = append(l.gone[g], chunks...)
+	}
+	clear(l.taken)
+}
+
 // close lets go of the file. What is mapped stays.
 func (l *live) close() error {
 	l.growing.Lock()
@@ -255,6 +277,15 @@ func (l *live) forget(gen uint32) {
 		}
 		l.free = append(l.free, chunks...)
 		delete(l.taken, g)
+	}
+	for g, chunks := range l.gone {
+		if g > gen {
+			continue
+		}
+		for _, c := range chunks { // a file that was moved away may come back
+			atomic.StoreUint64(word(c), 0)
+		}
+		delete(l.gone, g)
 	}
 	for g := range l.volatile {
 		if g <= gen {

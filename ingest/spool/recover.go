@@ -203,9 +203,10 @@ func ordinary(c contents, seg *segment, lives map[string]*dead, last bool) bool 
 }
 
 // Recover seals counts of earlier lives that Open could not, for there was no room, and returns how many reports that makes; and it
-// sees whether a disk that has refused takes something again, also when there is nothing to seal. It is called now and then by the
-// goroutine that seals, between groups.
+// sees whether a disk that has refused takes something again, also when there is nothing to seal, and whether our files are still there.
+// It is called now and then by the goroutine that seals, between groups.
 func (s *Spool) Recover() (reports int) {
+	s.look()
 	s.reserve()
 	s.mu.Lock()
 	probe, size := s.trouble[noReports] && !s.refuses(), s.refusal
@@ -217,6 +218,75 @@ func (s *Spool) Recover() (reports int) {
 		return 0
 	}
 	return s.recover()
+}
+
+// look begins new files when those that we write are not in the folder any more. Nothing else would tell: they are open, and take what is
+// written. What is in them can still be sent, and trouble lasts until the history has it.
+func (s *Spool) look() {
+	s.mu.Lock()
+	active := s.active
+	s.mu.Unlock()
+	noFile, noLive := active != nil && !inPlace(active.f), !s.live.inPlace()
+	if noFile || noLive {
+		if err := s.lockAgain(); err != nil { // the folder may be somebody else's now
+			s.note(deleted, fmt.Errorf("%w, and no new ones can be made: %w", errGone, err))
+			return
+		}
+	}
+	if noLive {
+		s.live.renew()
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if noFile && s.active == active {
+		seen := map[*segment]bool{}
+		for _, e := range slices.Concat(s.unsent, s.waiting, s.buckets) {
+			if e.seg != nil && !seen[e.seg] && !slices.Contains(s.gone, e.seg) && !inPlace(e.seg.f) {
+				s.gone = append(s.gone, e.seg)
+			}
+			seen[e.seg] = true
+		}
+		s.roll()
+	}
+	s.gone = slices.DeleteFunc(s.gone, func(seg *segment) bool { return seg.left == 0 })
+	switch {
+	case noFile || noLive:
+		s.noteLocked(deleted, errGone)
+	case len(s.gone) == 0:
+		s.noteLocked(deleted, nil)
+	}
+}
+
+// inPlace says that a file is in its folder, under its name, or that nobody knows.
+func inPlace(f *os.File) bool {
+	ours, err := f.Stat()
+	if err != nil {
+		return true
+	}
+	there, err := os.Stat(f.Name())
+	if err != nil {
+		return !errors.Is(err, fs.ErrNotExist)
+	}
+	return os.SameFile(ours, there)
+}
+
+// lockAgain makes the folder ours where it was deleted with all that was in it.
+func (s *Spool) lockAgain() error {
+	if inPlace(s.lock) {
+		return nil
+	}
+	if err := os.MkdirAll(s.dir, 0o700); err != nil {
+		return err
+	}
+	lock, err := lockDir(s.dir)
+	if err != nil {
+		return err
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	old := s.lock
+	s.lock = lock
+	return old.Close()
 }
 
 // recover seals what dead processes had counted, as far as it can now.

@@ -7,6 +7,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"io/fs"
 	"log/slog"
 	"os"
 	"path/filepath"
@@ -56,12 +57,12 @@ var ErrInUse = errors.New("another process uses it")
 
 // Metrics are shared by all spools of a process.
 type Metrics struct {
-	Degraded  prometheus.Gauge       // raised by one while a spool is full, cannot write, or has files of a newer weir
+	Degraded  prometheus.Gauge       // raised by one while a spool is full, cannot write, has lost files that it needs, or has some of a newer weir
 	Bytes     prometheus.Gauge       // of reports on disk
 	Forgotten prometheus.Counter     // reports in the stream that were let go of before the history had them
 	Damaged   prometheus.Counter     // records, or runs of bytes, that could not be read
 	Recovered prometheus.Counter     // requests that a killed process had counted and not sealed
-	Errors    *prometheus.CounterVec // reason: full, no_space, read_only, version, io
+	Errors    *prometheus.CounterVec // reason: full, no_space, read_only, version, gone, io
 }
 
 // NewMetrics registers the metrics with reg. Degraded is private until the wiring puts the shared one there.
@@ -72,9 +73,9 @@ func NewMetrics(reg prometheus.Registerer) *Metrics {
 		Forgotten: prometheus.NewCounter(prometheus.CounterOpts{Name: "weir_spool_forgotten_total", Help: "Usage reports that the stream had and the history not yet, let go of because the spool was full."}),
 		Damaged:   prometheus.NewCounter(prometheus.CounterOpts{Name: "weir_spool_damaged_total", Help: "Records of the spool, or runs of bytes, that could not be read. Their files are kept as damaged-…."}),
 		Recovered: prometheus.NewCounter(prometheus.CounterOpts{Name: "weir_spool_recovered_requests_total", Help: "Requests that a killed process had counted and not sealed."}),
-		Errors:    prometheus.NewCounterVec(prometheus.CounterOpts{Name: "weir_spool_errors_total", Help: "Times that the spool did not take reports. They wait in memory."}, []string{"reason"}),
+		Errors:    prometheus.NewCounterVec(prometheus.CounterOpts{Name: "weir_spool_errors_total", Help: "Times that the spool did not take reports, which wait in memory, or that its files were taken away."}, []string{"reason"}),
 	}
-	for _, r := range []string{"full", "no_space", "read_only", "version", "io"} {
+	for _, r := range []string{"full", "no_space", "read_only", "version", "gone", "io"} {
 		m.Errors.WithLabelValues(r)
 	}
 	reg.MustRegister(m.Bytes, m.Forgotten, m.Damaged, m.Recovered, m.Errors)
@@ -91,6 +92,8 @@ func reason(err error) string {
 		return "read_only"
 	case errors.Is(err, errNewer):
 		return "version"
+	case errors.Is(err, errGone):
+		return "gone"
 	}
 	return "io"
 }
@@ -98,6 +101,7 @@ func reason(err error) string {
 var (
 	errFull    = errors.New("it has reached its size")
 	errRefuses = errors.New("the disk has just refused a group")
+	errGone    = errors.New("they are not in the folder any more")
 )
 
 // Spool is an ingest.Spool in a folder. The counts of requests survive the end of the process at any instruction, and
@@ -141,8 +145,9 @@ type Spool struct {
 	life     string   // of the stream, as the history knows it
 	lost     uint64   // as in the last Floor
 	trouble  map[string]bool
-	refused  time.Time // the last group that the disk did not take
-	refusal  int64     // bytes of the largest one since trouble began
+	refused  time.Time  // the last group that the disk did not take
+	refusal  int64      // bytes of the largest one since trouble began
+	gone     []*segment // needed, and not in the folder any more
 }
 
 // segment is a file of reports. Its fields belong to Spool.mu.
@@ -215,7 +220,7 @@ func (s *Spool) open() (err error) {
 	var seed [4]byte
 	_, _ = rand.Read(seed[:])
 	s.live = &live{dir: s.dir, boot: s.boot, kernel: kernelLife(), seed: binary.LittleEndian.Uint32(seed[:]), most: s.cfg.MaxLive, syncHeader: s.cfg.syncHeader,
-		lastSeq: s.seq, taken: map[uint32][][]byte{}, volatile: map[uint32][]*ingest.Cell{}}
+		lastSeq: s.seq, taken: map[uint32][][]byte{}, gone: map[uint32][][]byte{}, volatile: map[uint32][]*ingest.Cell{}}
 	if s.active != nil { // counts of earlier lives are in it
 		s.live.setSegment(s.active.seed, s.active.size)
 	}
@@ -252,13 +257,15 @@ func kernelLife() string {
 	return strings.TrimSpace(string(b))
 }
 
-// Trouble with reports; and with the counts: of this life, what of them was told, of earlier lives, and of what a newer weir has left.
+// Trouble with reports; and with the counts: of this life, what of them was told, of earlier lives, and of what a newer weir has left; and with
+// whoever deletes our files.
 const (
 	noReports = "cannot be written"
 	noCounts  = "counts do not survive a kill"
 	noHeld    = "what goes to the stream from memory may be told again after a power cut"
 	noRoom    = "counts of an earlier life wait until they can be sealed"
 	newer     = "a file in it is not for this weir, and stays for the one that wrote it"
+	deleted   = "files in use were deleted or moved away, a kill now loses what was in them and is not in the stream"
 )
 
 // probe asks the disk to keep so many bytes.
@@ -654,7 +661,7 @@ func (s *Spool) remove(seg *segment) {
 	if seg.damaged {
 		put = s.setAside
 	}
-	if err := errors.Join(seg.f.Close(), put(name)); err != nil {
+	if err := errors.Join(seg.f.Close(), put(name)); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		s.log.Warn("a file of the spool that is not needed any more stays", "file", filepath.Base(name), "err", err)
 	}
 	s.bytes -= seg.size
@@ -761,7 +768,7 @@ func (s *Spool) Bytes() int64 {
 	return s.bytes
 }
 
-// Troubled says that it is full, cannot write, or holds files of a newer weir: what waits is not all on disk, or will not go.
+// Troubled says that it is full, cannot write, has lost files, or holds some of a newer weir: what waits is not all on disk, or will not go.
 func (s *Spool) Troubled() bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
