@@ -83,6 +83,17 @@ var correctionsTable = table[Correction]{"corrections", []column[Correction]{
 	col("made", instant, func(c *Correction) time.Time { return c.Made }),
 }}
 
+// refClaim binds a ref to a month.
+type refClaim struct {
+	ref   string
+	month uint32 // as toYYYYMM says it
+}
+
+var refsTable = table[refClaim]{"correction_refs", []column[refClaim]{
+	col("ref", "String", func(c *refClaim) string { return c.ref }),
+	col("month", "UInt32", func(c *refClaim) uint32 { return c.month }),
+}}
+
 const (
 	correctTries  = 200             // of a correction beside others: one of those that are made at once is stored in each round
 	correctSettle = 2 * time.Second // a server that knows a token has its row by then, or never
@@ -99,6 +110,11 @@ const (
 // rows ClickHouse stores the first, and drops the others without a word. Who then finds more rows, and not its own, begins again. Who
 // finds no more, in all the time that a server takes between token and row, has a token without a row: the server was killed between the
 // two, or the row was deleted. Nothing has changed then, and the next token of the number is tried.
+//
+// Numbers know one month, and a ref is one over all of them. So before the insert a ref is bound to its month, for ever (see claim), and
+// no correction of another month passes under it. That is all a binding says: of one month, numbers see to it that a ref is stored once. A
+// correction that is bound and then not stored, since others were faster or the way to the server broke, can be made again under its ref,
+// or another of the month; for one of another month another ref is to be taken.
 func (s *Store) Correct(ctx context.Context, c Correction) (Correction, error) {
 	const doing = "correct usage"
 	if err := c.Validate(); err != nil {
@@ -107,7 +123,8 @@ func (s *Store) Correct(ctx context.Context, c Correction) (Correction, error) {
 	if c.Made.IsZero() {
 		c.Made = time.Now()
 	}
-	if c.Ref == "" {
+	mine := c.Ref == "" // the ref is, and nobody else's
+	if mine {
 		c.Ref = strings.ToLower(rand.Text()[:12])
 	}
 	c.Hour, c.Made = c.Hour.UTC(), c.Made.UTC().Truncate(time.Millisecond)
@@ -123,6 +140,12 @@ func (s *Store) Correct(ctx context.Context, c Correction) (Correction, error) {
 		}
 		if err := s.bearable(ctx, &c); err != nil {
 			return c, err
+		}
+		if !mine {
+			if err := s.claim(ctx, &c); err != nil {
+				return c, err
+			}
+			mine = true
 		}
 		if used++; number != last {
 			last, used = number, 0
@@ -141,6 +164,38 @@ func (s *Store) Correct(ctx context.Context, c Correction) (Correction, error) {
 		}
 	}
 	return c, fmt.Errorf("%s: nothing is stored after %d tries, for others correct %s all the time", doing, correctTries, c.Hour.Format("January 2006"))
+}
+
+// claim binds the ref of c to its month, and fails when it is bound to another one: ErrCorrection, and nothing of c is stored then. Of all who
+// find it free ClickHouse stores the first. Who sees none stored, in the time of settles, tries the next token.
+func (s *Store) claim(ctx context.Context, c *Correction) error {
+	const doing = "claim the ref of a correction"
+	want := refClaim{c.Ref, uint32(100*c.Hour.Year() + int(c.Hour.Month()))}
+	for used := range correctTries {
+		for until := time.Now().Add(correctSettle); ; {
+			var claims, others uint64
+			if err := s.conn.QueryRow(ctx, "SELECT count(), countIf(month != {month:UInt32}) FROM correction_refs WHERE ref = {ref:String}",
+				ch.Named("ref", want.ref), ch.Named("month", want.month)).Scan(&claims, &others); err != nil {
+				return s.explain(doing, err)
+			}
+			if others > 0 {
+				return fmt.Errorf("%w: ref %q names another one, of another month than %s", ErrCorrection, c.Ref, c.Hour.Format("January 2006"))
+			}
+			if claims > 0 {
+				return nil
+			}
+			if used == 0 || time.Now().After(until) {
+				break
+			}
+			if err := pause(ctx); err != nil {
+				return err
+			}
+		}
+		if err := insert(ctx, s, refsTable, fmt.Sprintf("ref-%s-%d", c.Ref, used), []refClaim{want}); err != nil {
+			return s.explain(doing, err)
+		}
+	}
+	return fmt.Errorf("%s: it is not stored after %d tries", doing, correctTries)
 }
 
 // correctionsOf is how many corrections there are of the month of an hour; its errors are the driver's.
@@ -175,11 +230,19 @@ func (s *Store) settles(ctx context.Context, c *Correction, number uint64) (made
 		if err != nil || n != number || time.Now().After(until) {
 			return false, s.explain("read corrections", err)
 		}
-		select {
-		case <-ctx.Done():
-			return false, ctx.Err()
-		case <-time.After(correctLook):
+		if err := pause(ctx); err != nil {
+			return false, err
 		}
+	}
+}
+
+// pause is one between two looks.
+func pause(ctx context.Context) error {
+	select {
+	case <-ctx.Done():
+		return ctx.Err()
+	case <-time.After(correctLook):
+		return nil
 	}
 }
 

@@ -4,6 +4,7 @@ import (
 	"encoding/json"
 	"errors"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"testing"
@@ -234,14 +235,80 @@ func TestCorrectionsAtOnce(t *testing.T) {
 	if len(made) != 12 || refused != 0 || rows("tenant = 'tenant-3'") != 12 {
 		t.Errorf("of corrections that go together %d are made and %d refused, and %d stored, want 12", len(made), refused, rows("tenant = 'tenant-3'"))
 	}
-	// Months are partitions, and each knows tokens of its own. What one ref names in two of them is told.
-	made, refused = all(8, func(i int) Correction {
-		c := of("months", "tenant-4", 1)
-		c.Hour = noon.AddDate(0, -i%2, 0)
-		return c
-	})
-	if n := rows("ref = 'months'"); n > 2 || n == 2 && refused == 0 || len(made)+refused != 8 {
-		t.Errorf("of one ref in two months %d are made and %d refused, and %d stored", len(made), refused, n)
+	// Months are partitions, and each knows tokens of its own: a ref is one over all of them all the same.
+	for round := range 5 {
+		ref := "months-" + strconv.Itoa(round)
+		month := func(i int, allowed int64) Correction {
+			c := of(ref, "tenant-4", allowed)
+			c.Hour = noon.AddDate(0, -i%3, 0)
+			return c
+		}
+		made, refused = all(24, func(i int) Correction { return month(i, int64(1+i%2)) })
+		if len(made) != 4 || refused != 20 || rows("ref = '"+ref+"'") != 1 {
+			t.Errorf("of one ref in three months %d are made and %d refused, and %d stored, want 4, 20 and 1", len(made), refused, rows("ref = '"+ref+"'"))
+		}
+		stored, err := s.Corrections(t.Context(), time.Unix(0, 0), time.Now(), ref)
+		if err != nil || len(stored) != 1 {
+			t.Fatalf("Corrections of %s = %+v, %v, want one", ref, stored, err)
+		}
+		for _, c := range made {
+			if c != stored[0] {
+				t.Errorf("%+v is made, and %+v is stored", c, stored[0])
+			}
+		}
+	}
+}
+
+// A ref is bound to a month when its correction is about to be stored. One that is refused before binds nothing; one that was bound and
+// is not stored leaves its ref to its month; and a ref of before there were bindings names what is stored under it.
+func TestCorrectionRefs(t *testing.T) {
+	server := embeddedtest.ClickHouse(t)
+	direct := open(t, server.URL())
+	store(t, direct, batchOf(1, reportAt("a", 1, noon, 10)))
+	p, through := newProxy(t, server.URL())
+	s := unmigrated(t, through)
+	c := Correction{Ref: "one", Hour: noon.AddDate(0, -1, 0), Gateway: "a", Tenant: "tenant-0", Route: "orders", Allowed: -2, Reason: "why", Author: "kim"}
+	wants := func(what string, c Correction, want error) {
+		t.Helper()
+		if _, err := s.Correct(t.Context(), c); !errors.Is(err, want) {
+			t.Errorf("Correct %s = %v, want %v", what, err, want)
+		}
+	}
+	wants("by more than there is", c, ErrCorrection)
+	c.Hour = noon
+	wants("in the month that was meant", c, nil)
+
+	c.Ref = "two"
+	p.cutNext(beforeData, "corrections", nil) // its ref is bound by then
+	wants("without a server", c, ErrUnreachable)
+	other := c
+	other.Hour, other.Allowed = noon.AddDate(0, -1, 0), 1
+	wants("under a ref of another month", other, ErrCorrection)
+	c.Allowed = -3
+	wants("under a ref that is free in its month", c, nil)
+	for f := range 3 {
+		c.Ref = "claim " + fault(f).String()
+		c.Allowed = 1
+		p.cutNext(fault(f), "correction_refs", nil)
+		wants("while its ref is bound", c, ErrUnreachable)
+		wants("again", c, nil)
+		wants("again", c, nil)
+	}
+
+	run(t, direct, "TRUNCATE TABLE correction_refs") // what is stored is from before it
+	c.Ref = "two"
+	c.Allowed = -3
+	wants("again", c, nil)
+	other.Ref = "two"
+	wants("under a ref of before", other, ErrCorrection)
+	for range 2 { // a token without a row
+		other.Ref = "three"
+		wants("under a token without a row", other, nil)
+		run(t, direct, "TRUNCATE TABLE corrections")
+		run(t, direct, "ALTER TABLE correction_refs DELETE WHERE 1 SETTINGS mutations_sync = 2")
+	}
+	if n := number(t, s, "(SELECT count() FROM corrections)"); n != 0 {
+		t.Errorf("%d corrections are stored, want none", n)
 	}
 }
 

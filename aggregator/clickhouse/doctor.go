@@ -16,8 +16,8 @@ var oldest = [2]int{24, 8}
 
 // ledgerTables must forget no deduplication token soon; durableTables must not lose on a power cut what was acknowledged.
 var (
-	ledgerTables  = []string{"usage", "usage_1m", "usage_1h", "usage_1d", "tokens", "rejections", "reports", "alerts", "corrections"}
-	durableTables = []string{"usage", "usage_1m", "usage_1h", "usage_1d", "reports", "alerts", "policy_changes", "corrections"}
+	ledgerTables  = []string{"usage", "usage_1m", "usage_1h", "usage_1d", "tokens", "rejections", "reports", "alerts", "corrections", "correction_refs"}
+	durableTables = []string{"usage", "usage_1m", "usage_1h", "usage_1d", "reports", "alerts", "policy_changes", "corrections", "correction_refs"}
 )
 
 // manyParts is a third of where ClickHouse begins to slow inserts down.

@@ -149,7 +149,7 @@ func TestMigrateIsIdempotentAndChecked(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	if want := "applying 0001_usage|applying 0002_rollups|applying 0003_tokens|applying 0004_events|applying 0005_corrections|applying 0006_by_time|applying 0007_accuracy|applying 0008_accuracy_level|applying 0009_report_content|applying 0010_sealed|the schema is at 10|the schema is at 10"; strings.Join(said, "|") != want {
+	if want := "applying 0001_usage|applying 0002_rollups|applying 0003_tokens|applying 0004_events|applying 0005_corrections|applying 0006_by_time|applying 0007_accuracy|applying 0008_accuracy_level|applying 0009_report_content|applying 0010_sealed|applying 0011_correction_refs|the schema is at 11|the schema is at 11"; strings.Join(said, "|") != want {
 		t.Errorf("Migrate twice said %q, want %q", strings.Join(said, "|"), want)
 	}
 	if err := s.Check(ctx); err != nil {
@@ -159,21 +159,21 @@ func TestMigrateIsIdempotentAndChecked(t *testing.T) {
 	wantUsage(t, s, 2, 6)
 
 	// A crash between the statements of a migration and the note that it was applied.
-	run(t, s, "DELETE FROM schema_migrations WHERE version = 10 SETTINGS mutations_sync = 2")
-	if err := s.Check(ctx); !errors.Is(err, ErrSchema) || !strings.Contains(err.Error(), "is at 9 and this weir wants 10: run weir migrate") {
+	run(t, s, "DELETE FROM schema_migrations WHERE version = 11 SETTINGS mutations_sync = 2")
+	if err := s.Check(ctx); !errors.Is(err, ErrSchema) || !strings.Contains(err.Error(), "is at 10 and this weir wants 11: run weir migrate") {
 		t.Errorf("Check of an older schema = %v", err)
 	}
 	if err := s.Migrate(ctx, func(string) {}); err != nil {
 		t.Errorf("Migrate again after a crash = %v", err)
 	}
 
-	run(t, s, "INSERT INTO schema_migrations (version, name, checksum) VALUES (11, '0011_future', 'x')")
+	run(t, s, "INSERT INTO schema_migrations (version, name, checksum) VALUES (12, '0012_future', 'x')")
 	if err := s.Check(ctx); !errors.Is(err, ErrSchemaNewer) || !errors.Is(err, ErrSchema) {
 		t.Errorf("Check of a newer schema = %v, want ErrSchemaNewer", err)
 	}
-	run(t, s, "DELETE FROM schema_migrations WHERE version >= 10 SETTINGS mutations_sync = 2")
-	run(t, s, "INSERT INTO schema_migrations (version, name, checksum) VALUES (10, '0010_sealed', 'x')")
-	if err := s.Check(ctx); !errors.Is(err, ErrSchema) || !strings.Contains(err.Error(), "0010_sealed was applied with other text") {
+	run(t, s, "DELETE FROM schema_migrations WHERE version >= 11 SETTINGS mutations_sync = 2")
+	run(t, s, "INSERT INTO schema_migrations (version, name, checksum) VALUES (11, '0011_correction_refs', 'x')")
+	if err := s.Check(ctx); !errors.Is(err, ErrSchema) || !strings.Contains(err.Error(), "0011_correction_refs was applied with other text") {
 		t.Errorf("Check of a changed migration = %v", err)
 	}
 	if err := s.Migrate(ctx, func(string) {}); !errors.Is(err, ErrSchema) {
@@ -314,6 +314,8 @@ func TestColumnsAreThoseOfTheSchema(t *testing.T) {
 	checkAll(check, alertsTable)
 	checkAll(check, gatewaysTable)
 	checkAll(check, throttleTable)
+	checkAll(check, correctionsTable)
+	checkAll(check, refsTable)
 	check("tokens", "rate", "Float64")
 	for _, rollup := range rollups {
 		for name, typ := range map[string]string{"ts": instant, "tenant": "String", "route": low, "rule": low, "allowed": "UInt64", "rejected": "UInt64", "cost": "UInt64"} {
