@@ -71,6 +71,26 @@ func statements(text string) []string {
 	return out
 }
 
+// columnLine finds a column in a CREATE TABLE statement: its name, and its definition with the name.
+var columnLine = regexp.MustCompile(`(?m)^    (([a-z_]+) .+?),?$`)
+
+// again are its statements, and after each that makes a table, one for each column of it that somebody may have dropped: at its place.
+func (m migration) again() []string {
+	var out []string
+	for _, sql := range m.statements {
+		out = append(out, sql)
+		if !strings.Contains(sql, "CREATE TABLE ") {
+			continue
+		}
+		place := " FIRST"
+		for _, c := range columnLine.FindAllStringSubmatch(sql, -1) {
+			out = append(out, "ALTER TABLE "+objectOf(sql).table+" ADD COLUMN IF NOT EXISTS "+c[1]+place)
+			place = " AFTER " + c[2]
+		}
+	}
+	return out
+}
+
 // made finds what a statement makes: a table or a view, or a column or a projection of one. Any other only changes how one works.
 var made = regexp.MustCompile(`(?m)^(?:CREATE (?:TABLE|VIEW|MATERIALIZED VIEW) IF NOT EXISTS|ALTER TABLE) (\w+)(?: ADD (COLUMN|PROJECTION) IF NOT EXISTS (\w+))?`)
 
@@ -107,6 +127,19 @@ func (o object) in(create string) bool {
 	return create != ""
 }
 
+// lost says what went with it and is not made again: empty for what is made of other tables, by the server or by a rebuild.
+func (o object) lost() string {
+	switch {
+	case o.kind == "PROJECTION", o == object{"tokens", "COLUMN", "rate"}, strings.HasSuffix(o.table, "_mv"), o.table == "corrected_1h", slices.ContainsFunc(rollups, func(t rollup) bool { return t.name == o.table }):
+		return ""
+	case o == object{table: "corrections"}:
+		return ", and what it held is lost: invoices lack it until each correction is made again"
+	case o == object{table: "usage"}:
+		return ", and what it held is lost: the roll-ups have the last of it, and invoices are made from them"
+	}
+	return ", and what it held is lost"
+}
+
 // lacking is what these migrations have made and is not there. Errors are the driver's.
 func (s *Store) lacking(ctx context.Context, done []migration) ([]object, error) {
 	creates := map[string]string{}
@@ -115,7 +148,7 @@ func (s *Store) lacking(ctx context.Context, done []migration) ([]object, error)
 	}
 	var out []object
 	for _, m := range done {
-		for _, sql := range m.statements {
+		for _, sql := range m.again() {
 			o := objectOf(sql)
 			if !o.in(creates[o.table]) && !slices.Contains(out, object{table: o.table}) {
 				out = append(out, o)
@@ -162,7 +195,7 @@ func (s *Store) Migrate(ctx context.Context, progress func(string)) error {
 	gone := map[string]bool{} // tables of which something is lacking: all that is said of one is said again
 	for _, o := range lacking {
 		gone[o.table] = true
-		progress("making " + o.String() + " again, which is gone")
+		progress("making " + o.String() + " again, which is gone" + o.lost())
 	}
 	for _, m := range all {
 		sum, ok := applied[m.version]
@@ -172,12 +205,13 @@ func (s *Store) Migrate(ctx context.Context, progress func(string)) error {
 		if !ok {
 			progress("applying " + m.name)
 		}
-		for i, sql := range m.statements {
-			if ok && !gone[objectOf(sql).table] {
-				continue
-			}
+		statements := m.statements
+		if ok {
+			statements = slices.DeleteFunc(m.again(), func(sql string) bool { return !gone[objectOf(sql).table] })
+		}
+		for i, sql := range statements {
 			if err := s.conn.Exec(ctx, sql); err != nil {
-				return s.explain(fmt.Sprintf("migration %s, statement %d of %d", m.name, i+1, len(m.statements)), err)
+				return s.explain(fmt.Sprintf("migration %s, statement %d of %d", m.name, i+1, len(statements)), err)
 			}
 		}
 		if ok {

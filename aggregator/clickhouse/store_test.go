@@ -14,6 +14,7 @@ import (
 	"net/http/httptest"
 	"net/http/httputil"
 	"net/url"
+	"regexp"
 	"slices"
 	"strings"
 	"testing"
@@ -223,12 +224,14 @@ func TestMigrateMakesAgainWhatIsGone(t *testing.T) {
 		t.Fatal(err)
 	}
 	drops := map[string]string{} // by what Check is to name
+	later := map[string]bool{}   // what is not in the first text of its table
 	for _, m := range all {
 		for _, sql := range m.statements {
 			switch o := objectOf(sql); {
 			case o.table == "":
 				t.Errorf("%s: nobody knows what %.60q makes", m.name, sql)
 			case o.kind != "":
+				later[o.String()] = true
 				drops[o.String()] = "ALTER TABLE " + o.table + " DROP " + o.kind + " " + o.column
 			default:
 				drops[o.String()] = "DROP TABLE " + o.table
@@ -238,6 +241,26 @@ func TestMigrateMakesAgainWhatIsGone(t *testing.T) {
 	if want := len(whole) - 1 + 7; len(drops) != want { // less schema_migrations, and 5 columns and 2 projections
 		t.Errorf("the migrations make %d things, want %d", len(drops), want)
 	}
+	var columns, known []string // of all tables; a few stand for the rest
+	if err := s.each(t.Context(), `SELECT c.table, c.name FROM system.columns AS c JOIN system.tables AS t ON t.database = c.database AND t.name = c.table
+		WHERE c.database = currentDatabase() AND t.engine LIKE '%MergeTree' AND c.table != 'schema_migrations'`, func(table, column string) { columns = append(columns, table+"."+column) }); err != nil {
+		t.Fatal(err)
+	}
+	for _, m := range all {
+		for _, sql := range m.again() {
+			if o := objectOf(sql); o.kind == "COLUMN" {
+				known = append(known, o.String())
+			}
+		}
+	}
+	if slices.Sort(columns); !slices.Equal(columns, slices.Sorted(slices.Values(known))) {
+		t.Errorf("tables have the columns\n%q, and Check knows\n%q", columns, known)
+	}
+	for _, name := range []string{"usage.policy_version", "usage.received", "reports.position", "tokens.rate", "corrections.reason", "alerts.ts"} {
+		table, column, _ := strings.Cut(name, ".")
+		drops[name] = "ALTER TABLE " + table + " DROP COLUMN " + column
+	}
+	lost := regexp.MustCompile(`^([a-z]+|correction_refs|policy_changes|throttle_updates)(\.[a-z_]+)?$`)
 	seq := uint64(0)
 	insert := func() error {
 		seq++
@@ -264,11 +287,14 @@ func TestMigrateMakesAgainWhatIsGone(t *testing.T) {
 		if text := strings.Join(said, "\n"); !strings.Contains(text, "making "+name+" again") || strings.Contains(text, "history rebuild") != (strings.HasPrefix(name, "usage_") && !strings.HasSuffix(name, "by_time")) {
 			t.Errorf("Migrate without %s says %q", name, text)
 		}
+		if text := said[0]; strings.Contains(text, "what it held is lost") != (lost.MatchString(name) && name != "tokens.rate") || strings.Contains(text, "invoices lack it") != (name == "corrections") {
+			t.Errorf("Migrate without %s says %q of what is lost", name, text)
+		}
 		if err := s.Check(t.Context()); err != nil {
 			t.Errorf("Check = %v", err)
 		}
 		for table, create := range schema() {
-			if create != whole[table] && !strings.Contains(name, ".") { // a column comes back as the last one
+			if create != whole[table] && !later[name] { // such a column comes back as the last one
 				t.Errorf("%s was\n%s, and is now\n%s", table, whole[table], create)
 			}
 		}
