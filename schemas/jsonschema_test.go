@@ -30,6 +30,9 @@ func schema(t *testing.T) object {
 func tags(v any) (all, always []string) {
 	for _, f := range reflect.VisibleFields(reflect.TypeOf(v)) {
 		name, opts, _ := strings.Cut(f.Tag.Get("json"), ",")
+		if name == "-" { // is not written
+			continue
+		}
 		all = append(all, name)
 		if opts == "" {
 			always = append(always, name)
