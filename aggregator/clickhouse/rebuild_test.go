@@ -4,10 +4,13 @@ import (
 	"context"
 	"fmt"
 	"net/url"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
+
+	"github.com/ClickHouse/clickhouse-go/v2/lib/driver"
 
 	"github.com/weirhq/weir/internal/embedded/embeddedtest"
 	"github.com/weirhq/weir/internal/faultproxy"
@@ -61,6 +64,51 @@ func TestRebuild(t *testing.T) {
 		}
 	}
 	wantUsage(t, s, 300, 900)
+}
+
+// meanwhile is a connection beside which something happens before it asks for the nth time about the minutes' roll-up.
+type meanwhile struct {
+	driver.Conn
+	asked int
+	then  func(asked int)
+}
+
+func (m *meanwhile) Query(ctx context.Context, sql string, args ...any) (driver.Rows, error) {
+	if strings.Contains(sql, "FROM usage_1m") {
+		m.asked++
+		m.then(m.asked)
+	}
+	return m.Conn.Query(ctx, sql, args...)
+}
+
+// A batch that is between the ledger and the roll-ups when both are read is no gap, and neither is another one after it; what is
+// there whenever it is looked at is one, also under such a batch.
+func TestGapsAreThereToStay(t *testing.T) {
+	s := fresh(t)
+	store(t, s, batchOf(1, reportAt("a", 1, noon, 10)))
+	direct := s.conn
+	between := func(asked int) { // at each look another minute is not what the ledger adds up to
+		run(t, s, "ALTER TABLE usage_1m DELETE WHERE tenant = 'between' SETTINGS mutations_sync = 2")
+		run(t, s, fmt.Sprintf("INSERT INTO usage_1m (ts, tenant, route, rule, allowed, rejected, cost) VALUES ('2026-11-15 12:0%d:00', 'between', 'x', '', 1, 0, 1)", asked))
+	}
+	look := func() []Gap {
+		t.Helper()
+		conn := &meanwhile{Conn: direct, then: between}
+		s.conn = conn
+		defer func() { s.conn = direct }()
+		gaps, err := s.Gaps(t.Context(), noon.Add(-time.Hour), noon.Add(time.Hour))
+		if err != nil || conn.asked < 2 {
+			t.Fatalf("Gaps = %v, %v after %d looks", gaps, err, conn.asked)
+		}
+		return gaps
+	}
+	if gaps := look(); len(gaps) != 0 {
+		t.Errorf("Gaps beside inserts = %+v, want none", gaps)
+	}
+	run(t, s, "INSERT INTO usage_1m (ts, tenant, route, rule, allowed, rejected, cost) VALUES ('2026-11-15 12:00:00', 'nobody', 'x', '', 5, 0, 5)")
+	if gaps := look(); len(gaps) != 1 || gaps[0].Tenant != "nobody" || gaps[0].Allowed != -5 {
+		t.Errorf("Gaps = %+v, want that of nobody alone", gaps)
+	}
 }
 
 // Late rows land in their own hour, in every table, whenever they come.

@@ -44,14 +44,18 @@ type Tail struct {
 	Kept bool
 }
 
+// maxSealed is more than any boot seals: a hundred reports a second for thirty years.
+const maxSealed = 100_000_000_000
+
 // Tails returns the runs that were told of with from <= ts < to, and before told: what was told of after that may be on its way.
-// Who is alive has been heard since alive. Heartbeats are kept for 30 days, and those of older gateways tell of nothing.
+// Who is alive has been heard since alive. Heartbeats are kept for 30 days, and those of older gateways tell of nothing, nor do those
+// that name more than maxSealed.
 func (s *Store) Tails(ctx context.Context, from, to, told, alive time.Time) ([]Tail, error) {
 	var out []Tail
 	err := s.scan(ctx, "look for reports that gateways have told of", `WITH
 		told AS ( -- and the hour before: what was told of then already is not of this one
 			SELECT gateway, boot, toUnixTimestamp64Milli(ts) - toUnixTimestamp64Milli(ts) % 3600000 AS hour, max(sealed) AS last FROM gateways
-			WHERE sealed > 0 AND ts >= fromUnixTimestamp64Milli({from:Int64} - 3600000, 'UTC') AND ts < fromUnixTimestamp64Milli(least({to:Int64}, {told:Int64}), 'UTC') GROUP BY gateway, boot, hour),
+			WHERE sealed BETWEEN 1 AND {most:UInt64} AND ts >= fromUnixTimestamp64Milli({from:Int64} - 3600000, 'UTC') AND ts < fromUnixTimestamp64Milli(least({to:Int64}, {told:Int64}), 'UTC') GROUP BY gateway, boot, hour),
 		have AS (SELECT gateway, boot, max(seq) AS stored FROM reports WHERE (gateway, boot) IN (SELECT gateway, boot FROM told) GROUP BY gateway, boot),
 		alive AS (
 			SELECT gateway, boot, countIf(pending_reports = 0 AND ts < fromUnixTimestamp64Milli({told:Int64}, 'UTC')) = 0 AS delivers FROM gateways WHERE ts >= fromUnixTimestamp64Milli({alive:Int64}, 'UTC')
@@ -61,7 +65,7 @@ func (s *Store) Tails(ctx context.Context, from, to, told, alive time.Time) ([]T
 		FROM (SELECT gateway, boot, hour, last, lagInFrame(last, 1, 0) OVER (PARTITION BY gateway, boot ORDER BY hour) AS before FROM told) AS runs
 		LEFT JOIN have USING (gateway, boot)
 		WHERE last > greatest(before, stored) AND hour > {from:Int64} - 3600000 ORDER BY hour, gateway, boot`,
-		append(window(from, to), ch.Named("told", millis(told)), ch.Named("alive", millis(alive))), func(rows driver.Rows) error {
+		append(window(from, to), ch.Named("told", millis(told)), ch.Named("alive", millis(alive)), ch.Named("most", uint64(maxSealed))), func(rows driver.Rows) error {
 			var t Tail
 			var hour int64
 			err := rows.Scan(&t.Gateway, &t.Boot, &t.First, &t.Last, &hour, &t.Kept)

@@ -165,6 +165,9 @@ rules:
 	}
 	full(false)
 	g = gateway()
+	eventually(t, "its last heartbeat is nearly a minute old, which is how long it counts as alive", func() bool {
+		return number("SELECT toUInt64(dateDiff('second', max(ts), now64(3))) FROM gateways WHERE boot = '"+boot+"'") > 50
+	})
 	eventually(t, "it is lost", func() bool { return says() == fmt.Sprintf("map[lost:%d]", unstored(boot)) })
 	ask(g)
 	if r := verify(); r.Equal {

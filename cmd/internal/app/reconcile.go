@@ -169,7 +169,8 @@ type outside struct {
 	at       time.Time // when it was looked for
 	reports  map[copyOf]unstored
 	causes   map[life]string     // why reports of a boot are not stored
-	seqs     map[life][]uint64   // of those reports, in order
+	seqs     map[life][]uint64   // of those reports, in order, each once
+	tails    []clickhouse.Tail   // that were told of since the time that is looked at began
 	nameless map[string]int      // dead letters that do not say which report they are, by gateway
 	letters  map[nameless]*count // those that arrived in the time that is looked at
 	unread   uint64              // dead letters that were too many to be looked at
@@ -204,7 +205,13 @@ func (o *outside) among(l life, first, last uint64) (n uint64) {
 	return n
 }
 
-// outside finds the reports that wait in the stream, in journals and among the dead letters, and are not stored.
+// nowhere is how many reports of a tail are not known to be elsewhere.
+func (o *outside) nowhere(t clickhouse.Tail) uint64 {
+	return t.Last - t.First + 1 - o.among(life{t.Gateway, t.Boot}, t.First, t.Last)
+}
+
+// outside finds the reports that wait in the stream, in journals and among the dead letters, or that heartbeats told of, and are not
+// stored.
 func (b Books) outside(ctx context.Context, from, to time.Time) (*outside, error) {
 	o := &outside{at: time.Now(), reports: map[copyOf]unstored{}, causes: map[life]string{}, seqs: map[life][]uint64{}, nameless: map[string]int{}, letters: map[nameless]*count{}}
 	within := func(at time.Time) bool { return !at.Before(from) && at.Before(to) }
@@ -291,8 +298,18 @@ func (b Books) outside(ctx context.Context, from, to time.Time) (*outside, error
 			}
 		}
 	}
-	for _, seqs := range o.seqs {
+	for l, seqs := range o.seqs {
 		slices.Sort(seqs)
+		o.seqs[l] = slices.Compact(seqs)
+	}
+	// Also what was told of later: what Redis has is of no hour.
+	if o.tails, err = b.Store.Tails(ctx, from, o.at, o.at.Add(-settling), o.at.Add(-heard)); err != nil {
+		return nil, err
+	}
+	for _, t := range o.tails {
+		if l := (life{t.Gateway, t.Boot}); t.Kept && o.causes[l] != CauseInFlight && o.nowhere(t) > 0 {
+			o.causes[l] = CauseLate
+		}
 	}
 	return o, nil
 }
@@ -365,14 +382,13 @@ func (b Books) journals(_ context.Context, r *Reconciliation, _ *outside) error 
 	return nil
 }
 
+// fewLives of a gateway are told of one by one, where its heartbeats tell of more in one hour.
+const fewLives = 10
+
 // reports looks for holes in the numbers of reports, for reports that gateways have told of and that are nowhere, and for reports with
 // usage of that time that are elsewhere.
 func (b Books) reports(ctx context.Context, r *Reconciliation, known *outside) error {
 	missing, err := b.Store.Missing(ctx, r.From, r.To)
-	if err != nil {
-		return err
-	}
-	tails, err := b.Store.Tails(ctx, r.From, r.To, known.at.Add(-settling), known.at.Add(-heard))
 	if err != nil {
 		return err
 	}
@@ -400,12 +416,27 @@ func (b Books) reports(ctx context.Context, r *Reconciliation, known *outside) e
 	for _, m := range missing {
 		nowhere(m, CauseLost, "")
 	}
-	for _, t := range tails {
-		if t.Kept {
-			nowhere(t.MissingReports, CauseLate, ", by its heartbeats")
-		} else {
-			nowhere(t.MissingReports, CauseLost, ", by its heartbeats, unless in a spool that was not read")
+	lives := map[Difference]int{} // by what they have in common
+	more := map[Difference]int64{}
+	for _, t := range known.tails {
+		n := known.nowhere(t)
+		if n == 0 || !t.Hour.Before(r.To) {
+			continue
 		}
+		d := Difference{Between: "reports", Cause: CauseLate, Gateway: t.Gateway, Hour: t.Hour, Detail: ", by its heartbeats"}
+		if !t.Kept {
+			d.Cause, d.Detail = CauseLost, d.Detail+", unless in a spool that was not read"
+		}
+		if lives[d]++; lives[d] <= fewLives {
+			nowhere(t.MissingReports, d.Cause, d.Detail)
+		} else {
+			more[d] = sum(more[d], n)
+		}
+	}
+	for of, n := range more {
+		d := of
+		d.Want, d.Detail = n, fmt.Sprintf("reports of %d more lives of this gateway%s", lives[of]-fewLives, of.Detail)
+		r.add(d)
 	}
 	ids := slices.SortedFunc(maps.Keys(known.reports), func(a, b copyOf) int {
 		return cmp.Or(cmp.Compare(a.Gateway, b.Gateway), cmp.Compare(a.Boot, b.Boot), cmp.Compare(a.Seq, b.Seq), cmp.Compare(a.Requests, b.Requests), cmp.Compare(a.Digest, b.Digest))

@@ -335,6 +335,78 @@ func TestReconcileTellsOfADamagedJournal(t *testing.T) {
 	c.becomes("")
 }
 
+// Reports that a live gateway has yet explain, without its journal, what Redis has and ClickHouse has not, in hours that are over too;
+// those of one that is gone do not.
+func TestReconcileTakesHeartbeatsForACause(t *testing.T) {
+	c := newCentre(t)
+	told := time.Now().UTC().Add(-2 * settling)
+	c.hour = told.Truncate(time.Hour)
+	for seq := uint64(1); seq <= 3; seq++ {
+		r := c.report(seq)
+		r.SealedAt = c.hour.Add(-30 * time.Minute)
+		r.Usage[0].Time = r.SealedAt
+		c.send(r)
+	}
+	c.becomesStored(3)
+	over := func(want string) {
+		t.Helper()
+		c.hour = c.hour.Add(-2 * time.Hour)
+		c.becomes(want)
+		c.hour = c.hour.Add(2 * time.Hour)
+	}
+	for end := time.Now().Add(patience); ; time.Sleep(100 * time.Millisecond) {
+		r, err := Reconcile(t.Context(), c.books, c.hour.Add(-time.Hour), c.hour)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if r.Counts == 1 && r.Equal {
+			break
+		}
+		if time.Now().After(end) {
+			t.Fatalf("%+v, want a count in Redis", r)
+		}
+	}
+	c.exec("ALTER TABLE tokens DELETE WHERE seq = 3 SETTINGS mutations_sync = 2")
+	over("redis lost 4/6")
+	beat := func(at time.Time, mode string) {
+		t.Helper()
+		if err := c.books.Store.Gateways(t.Context(), []clickhouse.GatewaySample{{Time: at, Heartbeat: schemas.Heartbeat{Gateway: "gw", Boot: "boot", Mode: mode, Sealed: 4, PendingReports: 1}}}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	beat(told, "synced")
+	beat(time.Now(), "synced")
+	over("redis in flight 4/6")
+	c.becomes("reports late 0/1")
+	beat(time.Now().Add(time.Millisecond), schemas.ModeStopped)
+	over("redis lost 4/6")
+	c.becomes("reports lost 0/1")
+}
+
+// However many lives a gateway's heartbeats make up, they are a few lines, and a number that no life comes to is none.
+func TestReconcileSumsUpManyLives(t *testing.T) {
+	c := newCentre(t)
+	var beats []clickhouse.GatewaySample
+	beat := func(boot string, sealed uint64) {
+		beats = append(beats, clickhouse.GatewaySample{Time: c.hour, Heartbeat: schemas.Heartbeat{Gateway: "gw", Boot: boot, Mode: "synced", Sealed: sealed}})
+	}
+	for i := range uint64(500) {
+		beat(fmt.Sprintf("life-%03d", i), 7)
+		beat(fmt.Sprintf("absurd-%03d", i), 1<<53-1)
+	}
+	c.hour = c.hour.Add(-time.Hour)
+	if err := c.books.Store.Gateways(t.Context(), beats); err != nil {
+		t.Fatal(err)
+	}
+	r := c.becomes("reports lost 0/3430, reports lost 0/7")
+	if len(r.Differences) != 1+fewLives {
+		t.Fatalf("%d differences, want %d", len(r.Differences), 1+fewLives)
+	}
+	if d := r.Differences[0]; d.Gateway != "gw" || d.Boot != "" || !strings.HasPrefix(d.Detail, "reports of 490 more lives of this gateway, by its heartbeats, ") {
+		t.Errorf("difference = %+v, want the rest of them", d)
+	}
+}
+
 // Rows that no report tells of are a difference, and so is a life of which only the roll-ups know. What there is nothing to
 // compare with is said.
 func TestReconcileWithoutReports(t *testing.T) {
