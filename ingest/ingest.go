@@ -301,7 +301,7 @@ func (r *Reporter) Run(ctx context.Context) error {
 func (r *Reporter) flush(everything bool) {
 	now := time.Now()
 	all := everything || now.Sub(r.allAt) >= r.cfg.AllEvery
-	if waiting, _ := r.spool.Len(); waiting > 0 && !all && now.Sub(r.usageAt) < r.cfg.UsageEvery {
+	if r.spool.Own() > 0 && !all && now.Sub(r.usageAt) < r.cfg.UsageEvery {
 		r.late = true // hot buckets go out with their newest figures when the way is free, not behind older ones
 		return
 	}
@@ -329,8 +329,7 @@ func (r *Reporter) flush(everything bool) {
 // takesBuckets says whether what buckets tell can be sealed now and is soon heard. Otherwise it stays with them, and adds up there: what a
 // bucket was like long ago is of no use, and one that has not told what it gave is not let go of, so that no key has two entries.
 func (r *Reporter) takesBuckets() bool {
-	reports, _ := r.spool.Len()
-	return len(r.pending.tokens) == 0 && reports < r.cfg.MaxReports && !r.spool.Full()
+	return len(r.pending.tokens) == 0 && r.spool.Own() < r.cfg.MaxReports && !r.spool.Full()
 }
 
 // gather takes over what was counted, when it can be sealed now. Otherwise it stays where it is: it merges there, and a
@@ -492,7 +491,7 @@ func (r *Reporter) send(ctx context.Context) {
 }
 
 func (r *Reporter) sent(report *schemas.Report, at uint64) {
-	before, _ := r.spool.Len()
+	before := r.spool.Own()
 	if r.spool.Sent(at) {
 		r.m.Acked.Add(float64(report.Requests()))
 	}

@@ -38,6 +38,9 @@ type Spool interface {
 	// the first time. Skip puts it behind all others.
 	Sent(at uint64) (first bool)
 	Skip()
+	// Own is the number of reports of this boot that are not in the stream. They go before those of earlier ones, of which there may be
+	// many: the centre waits for what is so now.
+	Own() int
 	// Stored removes what is stored for good. A report that is not, though the history has passed its place in the
 	// stream, or the stream has lost something since the last call, is to be sent again; again is the number of those.
 	Stored(f schemas.Floor, s *schemas.Stored) (again int)
@@ -176,6 +179,8 @@ func (s *memory) Skip() {
 	defer s.mu.Unlock()
 	s.reports = append(s.reports[1:], kept{s.reports[0].Report, true})
 }
+
+func (s *memory) Own() int { n, _ := s.Len(); return n }
 
 func (s *memory) Stored(schemas.Floor, *schemas.Stored) int { return 0 }
 

@@ -48,6 +48,11 @@ type Publisher struct {
 
 	lost       uint64 // times that the stream no longer had that last message
 	reconnects uint64 // of nc, when we last looked whether it had
+
+	before struct { // the same, of the life whose last words were there before ours
+		boot string
+		seq  uint64
+	}
 }
 
 // NewPublisher returns a publisher for gateway. It touches no network. m may be nil.
@@ -63,7 +68,8 @@ func NewPublisher(nc *nats.Conn, gateway string, m *Metrics) (*Publisher, error)
 }
 
 // Publish returns nil once r is stored, now or earlier. After any other outcome r may be stored or not: call again with
-// the same r. Reports of a boot must come in the order of their sequence numbers, and a boot's after those of earlier boots.
+// the same r. Reports of a boot must come in the order of their sequence numbers. Those of earlier boots may come between them: they are
+// stored again where the last of all did not tell that they are there.
 func (p *Publisher) Publish(ctx context.Context, r *schemas.Report) error {
 	_, err := p.Put(ctx, r, false)
 	return err
@@ -81,7 +87,11 @@ func (p *Publisher) Put(ctx context.Context, r *schemas.Report, again bool) (at 
 		p.m.PublishErrors.WithLabelValues(p.reason(err)).Inc()
 		return 0, fmt.Errorf("publish report %d of boot %s on %s: %w", r.Seq, r.Boot, p.subject, err)
 	}
-	if !again && !p.has(r) {
+	switch {
+	case again || p.has(r):
+	case r.Boot == p.before.boot:
+		p.before.seq = r.Seq
+	default:
 		p.boot, p.seq = r.Boot, r.Seq
 	}
 	return p.last, nil
@@ -157,7 +167,7 @@ func (p *Publisher) lookUp(ctx context.Context, r *schemas.Report) (stored bool,
 		return false, fmt.Errorf("look up the last report: %w", err)
 	}
 	if !p.known { // our predecessor's last words
-		p.boot, p.seq = reportIn(msg.Header)
+		p.before.boot, p.before.seq = reportIn(msg.Header)
 		stored = p.has(r)
 	}
 	p.behind(msg.Sequence)
@@ -205,7 +215,9 @@ func (p *Publisher) losses(ctx context.Context) (uint64, error) {
 }
 
 // has reports whether r is known to be stored: the reports of a boot are stored in order.
-func (p *Publisher) has(r *schemas.Report) bool { return r.Boot == p.boot && r.Seq <= p.seq }
+func (p *Publisher) has(r *schemas.Report) bool {
+	return r.Boot == p.boot && r.Seq <= p.seq || r.Boot == p.before.boot && r.Seq <= p.before.seq
+}
 
 // reportIn says which report a message with these headers is. One that no Publisher wrote has seq 0.
 func reportIn(h nats.Header) (boot string, seq uint64) {

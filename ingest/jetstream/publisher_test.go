@@ -133,6 +133,35 @@ func TestB028RepeatIsNotStoredAtAnyTime(t *testing.T) {
 }
 
 // Our report is stored, we do not know it, and somebody else's comes behind it.
+// What the life before has stored is known after ours have been stored, too: those that are left of it come between ours.
+func TestPublisherKnowsItsPredecessorsLastWords(t *testing.T) {
+	_, nc, js := start(t)
+	put := func(p *Publisher, boot string, seqs ...uint64) {
+		t.Helper()
+		for _, seq := range seqs {
+			if err := p.Publish(t.Context(), report(boot, seq, 1)); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	one, err := NewPublisher(nc, "gw", nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	put(one, "one", 1, 2, 3)
+	two, err := NewPublisher(nc, "gw", nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	put(two, "two", 1)
+	put(two, "one", 1, 2, 3, 4)
+	put(two, "two", 2, 2)
+	put(two, "one", 4)
+	if n := messages(t, js, schemas.UsageStream); n != 6 {
+		t.Errorf("%d messages in the stream, want 6: one-1 to one-4, two-1 and two-2", n)
+	}
+}
+
 func TestPublisherFindsItsReportBehindAnother(t *testing.T) {
 	_, nc, js := start(t)
 	p, err := NewPublisher(nc, "gw", nil)

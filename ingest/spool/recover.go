@@ -131,11 +131,11 @@ func (s *Spool) readSegments() (map[string]bootKnown, error) {
 			e := &entry{seg: seg, at: r.at, size: r.size, boot: r.boot, seq: r.seq, requests: r.requests}
 			if old := have[id{e.boot, e.seq}]; old != nil { // its group was given up, and sealed again
 				old.seg.left--
-				s.unsent[slices.Index(s.unsent, old)] = e
+				list := s.list(e)
+				(*list)[slices.Index(*list, old)] = e
 				s.requests += e.requests - old.requests
 			} else {
-				s.unsent = append(s.unsent, e)
-				s.requests += e.requests
+				s.enqueue(e)
 			}
 			have[id{e.boot, e.seq}] = e
 			seg.left++
@@ -240,7 +240,7 @@ func (s *Spool) look() {
 	defer s.mu.Unlock()
 	if noFile && s.active == active {
 		seen := map[*segment]bool{}
-		for _, e := range slices.Concat(s.unsent, s.waiting, s.buckets) {
+		for _, e := range slices.Concat(s.unsent, s.behind, s.waiting, s.buckets) {
 			if e.seg != nil && !seen[e.seg] && !slices.Contains(s.gone, e.seg) && !inPlace(e.seg.f) {
 				s.gone = append(s.gone, e.seg)
 			}

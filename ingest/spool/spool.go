@@ -138,12 +138,14 @@ type Spool struct {
 	mu       sync.Mutex // the fields below
 	active   *segment   // the one that is written to; nil when the next group begins one
 	bytes    int64      // of all segments
-	unsent   []*entry
-	requests uint64   // in unsent
-	waiting  []*entry // in the stream, and not known to be in the history
-	buckets  []*entry // the same, of buckets alone, which are let go of first
-	life     string   // of the stream, as the history knows it
-	lost     uint64   // as in the last Floor
+	unsent   []*entry   // of this boot
+	behind   []*entry   // the same, of boots before it, and what is sent again
+	turn     *[]*entry  // the one of them that Next has looked at
+	requests uint64     // in both
+	waiting  []*entry   // in the stream, and not known to be in the history
+	buckets  []*entry   // the same, of buckets alone, which are let go of first
+	life     string     // of the stream, as the history knows it
+	lost     uint64     // as in the last Floor
 	trouble  map[string]bool
 	refused  time.Time  // the last group that the disk did not take
 	refusal  int64      // bytes of the largest one since trouble began
@@ -191,7 +193,7 @@ func Open(cfg Config, dir, gateway, boot string, log *slog.Logger, m *Metrics) (
 	if err := s.open(); err != nil {
 		return nil, fmt.Errorf("open spool %s: %w", dir, errors.Join(err, s.Close()))
 	}
-	if n := len(s.unsent); n > 0 {
+	if n := len(s.unsent) + len(s.behind); n > 0 {
 		s.log.Info("reports of earlier lives are in the spool", "reports", n, "requests", s.requests, "bytes", s.bytes)
 	}
 	return s, nil
@@ -352,7 +354,7 @@ const refusedFor = 2 * time.Second
 
 // waits says that a report waits for its turn to be sent, other than those that go after all others. Its caller holds mu.
 func (s *Spool) waits() bool {
-	return slices.ContainsFunc(s.unsent, func(e *entry) bool { return !e.again })
+	return slices.ContainsFunc(slices.Concat(s.unsent, s.behind), func(e *entry) bool { return !e.again })
 }
 
 // reserve has room made for counts, on a disk that had none now and then only.
@@ -588,26 +590,28 @@ func (s *Spool) commit(boot string, generation uint32) (err error) {
 	s.active.size = end
 	s.active.left += len(s.group)
 	for _, e := range s.group {
-		if len(s.unsent) >= keepReports {
+		if len(s.unsent)+len(s.behind) >= keepReports {
 			e.report = nil
 		}
-		s.unsent = append(s.unsent, e)
-		s.requests += e.requests
+		s.enqueue(e)
 	}
 	s.group = nil
 	s.fill()
 	return nil
 }
 
-// Next returns the oldest report that is not in the stream.
+// Next returns the oldest report of this boot that is not in the stream, or what comes behind.
 func (s *Spool) Next() (*schemas.Report, bool) {
 	for {
 		s.mu.Lock()
-		if len(s.unsent) == 0 {
+		if s.turn = &s.unsent; len(s.unsent) == 0 {
+			s.turn = &s.behind
+		}
+		if len(*s.turn) == 0 {
 			s.mu.Unlock()
 			return nil, false
 		}
-		e := s.unsent[0]
+		e := (*s.turn)[0]
 		s.mu.Unlock()
 		if e.report == nil {
 			r, err := readReport(e.seg.f, e.seg.seed, e.at, e.size)
@@ -628,11 +632,11 @@ func (s *Spool) Next() (*schemas.Report, bool) {
 	}
 }
 
-// pop takes out the head of unsent. Its caller holds mu.
+// pop takes out what Next has returned. Its caller holds mu.
 func (s *Spool) pop() *entry {
-	e := s.unsent[0]
-	s.unsent[0] = nil
-	s.unsent = s.unsent[1:]
+	e := (*s.turn)[0]
+	(*s.turn)[0] = nil
+	*s.turn = (*s.turn)[1:]
 	s.requests -= e.requests
 	return e
 }
@@ -697,9 +701,19 @@ func (s *Spool) Skip() {
 	s.enqueue(e)
 }
 
+// enqueue puts a report that is to be sent where it belongs. Its caller holds mu.
 func (s *Spool) enqueue(e *entry) {
-	s.unsent = append(s.unsent, e)
+	list := s.list(e)
+	*list = append(*list, e)
 	s.requests += e.requests
+}
+
+// list is that which a report waits in. What goes once more has time.
+func (s *Spool) list(e *entry) *[]*entry {
+	if e.boot == s.boot && !e.again {
+		return &s.unsent
+	}
+	return &s.behind
 }
 
 // A report that the history does not have though it has passed it is sent again at once, and then ever less often:
@@ -716,16 +730,18 @@ func (s *Spool) Stored(f schemas.Floor, stored *schemas.Stored) (again int) {
 	lost := f.Lost != s.lost || f.Stream != "" && s.life != "" && f.Stream != s.life // what we sent went into a stream that is gone, or may have
 	s.life, s.lost = cmp.Or(f.Stream, s.life), f.Lost
 	now := time.Now()
-	unsent := s.unsent[:0:0]
-	for _, e := range s.unsent {
-		if stored.Has(e.boot, e.seq) {
-			s.requests -= e.requests
-			s.done(e)
-			continue
+	for _, list := range []*[]*entry{&s.unsent, &s.behind} {
+		left := (*list)[:0:0]
+		for _, e := range *list {
+			if stored.Has(e.boot, e.seq) {
+				s.requests -= e.requests
+				s.done(e)
+				continue
+			}
+			left = append(left, e)
 		}
-		unsent = append(unsent, e)
+		*list = left
 	}
-	s.unsent = unsent
 	settled := func(e *entry) bool {
 		switch {
 		case stored.Has(e.boot, e.seq):
@@ -758,7 +774,14 @@ func (s *Spool) Filled() <-chan struct{} { return s.filled }
 func (s *Spool) Len() (reports int, requests uint64) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return len(s.unsent), s.requests
+	return len(s.unsent) + len(s.behind), s.requests
+}
+
+// Own says how many of them are of this boot.
+func (s *Spool) Own() int {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return len(s.unsent)
 }
 
 // Bytes is the size of the reports on disk.
@@ -812,7 +835,7 @@ func (s *Spool) noteLocked(what string, err error) {
 func (s *Spool) InMemory() (requests uint64) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	for _, e := range s.unsent {
+	for _, e := range slices.Concat(s.unsent, s.behind) {
 		if e.seg == nil {
 			requests += e.requests
 		}
@@ -834,7 +857,7 @@ func (s *Spool) Close() error {
 		files[s.active.f] = true
 		errs = append(errs, s.active.f.Sync())
 	}
-	for _, e := range slices.Concat(s.unsent, s.waiting, s.buckets) {
+	for _, e := range slices.Concat(s.unsent, s.behind, s.waiting, s.buckets) {
 		if e.seg != nil {
 			files[e.seg.f] = true
 		}

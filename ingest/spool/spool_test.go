@@ -8,6 +8,7 @@ import (
 	"math/rand/v2"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"syscall"
 	"testing"
@@ -56,6 +57,12 @@ func ids(s *Spool) (all []string) {
 		s.Sent(1)
 	}
 	return all
+}
+
+// sent sends what is next.
+func sent(s *Spool, place uint64) (first bool) {
+	s.Next()
+	return s.Sent(place)
 }
 
 // later has s ask a disk that has refused as if it had waited long enough.
@@ -261,7 +268,7 @@ func TestEveryCrashPointOfASeal(t *testing.T) {
 				_, requests := next.Len()
 				var got []string
 				sum := map[string]uint64{}
-				for _, e := range next.unsent {
+				for _, e := range slices.Concat(next.unsent, next.behind) {
 					rep, err := readReport(e.seg.f, e.seg.seed, e.at, e.size)
 					if err != nil {
 						t.Fatal(err)
@@ -313,8 +320,8 @@ func TestCountsOfAnotherLifeOfTheMachineAreOurs(t *testing.T) {
 		t.Fatal(err)
 	}
 	s = open(t, Config{}, dir, "two", nil)
-	if got := fmt.Sprint(ids(s)); got != "[one-1 two-1]" || s.Seq() != 1 {
-		t.Errorf("reports %s, the last one of ours is %d, want [one-1 two-1] and 1", got, s.Seq())
+	if got := fmt.Sprint(ids(s)); got != "[two-1 one-1]" || s.Seq() != 1 {
+		t.Errorf("reports %s, the last one of ours is %d, want [two-1 one-1] and 1", got, s.Seq())
 	}
 }
 
@@ -363,7 +370,7 @@ func TestWhatTheHistoryLacksIsSentAgain(t *testing.T) {
 		for seq := uint64(1); seq <= 3; seq++ {
 			add(t, s, uint32(seq), report("one", seq, 5))
 			s.Next()
-			if first := s.Sent(10 * seq); !first {
+			if first := sent(s, 10*seq); !first {
 				t.Error("Sent says that it was sent before")
 			}
 		}
@@ -378,7 +385,7 @@ func TestWhatTheHistoryLacksIsSentAgain(t *testing.T) {
 		if r == nil || r.Seq != 2 || !again {
 			t.Fatalf("Next = %+v, %v, want report 2 again", r, again)
 		}
-		if first := s.Sent(40); first {
+		if first := sent(s, 40); first {
 			t.Error("Sent says that it is the first time")
 		}
 		if n := s.Stored(schemas.Floor{Stream: "s", Seq: 50}, has); n != 0 {
@@ -389,18 +396,18 @@ func TestWhatTheHistoryLacksIsSentAgain(t *testing.T) {
 			t.Error("it is not sent a third time after a while")
 		}
 		s.Next()
-		s.Sent(60)
+		sent(s, 60)
 		time.Sleep(time.Hour)
 		if n := s.Stored(schemas.Floor{Stream: "another", Seq: 1}, has); n != 1 {
 			t.Error("it is not sent again into another stream")
 		}
 		s.Next()
-		s.Sent(70)
+		sent(s, 70)
 		if n := s.Stored(schemas.Floor{Stream: "another", Seq: 1, Lost: 1}, has); n != 1 {
 			t.Error("it is not sent again, at once, when the stream has lost something")
 		}
 		s.Next()
-		s.Sent(80)
+		sent(s, 80)
 		if n := s.Stored(schemas.Floor{Stream: "another", Seq: 1, Lost: 1}, has); n != 0 {
 			t.Error("it is sent again when nothing was lost since")
 		}
@@ -468,9 +475,45 @@ func TestTheTooLargeGoesLast(t *testing.T) {
 	if r, again := s.Next(); r.Seq != 3 || again {
 		t.Errorf("Next = %d, %v, want 3", r.Seq, again)
 	}
-	s.Sent(2)
+	sent(s, 2)
 	if r, again := s.Next(); r.Seq != 2 || !again {
 		t.Errorf("Next = %d, %v, want 2, again", r.Seq, again)
+	}
+}
+
+// What this life has to say goes before what earlier ones left, and before what is sent once more: the centre waits for what is so now.
+func TestWhatIsSoNowGoesFirst(t *testing.T) {
+	dir := t.TempDir()
+	one := open(t, Config{}, dir, "one", nil)
+	add(t, one, 1, report("one", 1, 1), report("one", 2, 1), report("one", 3, 1))
+	if err := one.Close(); err != nil {
+		t.Fatal(err)
+	}
+	s := open(t, Config{}, dir, "two", nil)
+	if n, requests := s.Len(); n != 3 || requests != 3 || s.Own() != 0 {
+		t.Errorf("Len = %d, %d, Own = %d, want three of an earlier life", n, requests, s.Own())
+	}
+	if r, _ := s.Next(); r.Boot != "one" || r.Seq != 1 {
+		t.Errorf("Next = %s-%d, want one-1", r.Boot, r.Seq)
+	}
+	add(t, s, 1, report("two", 1, 1), report("two", 2, 1)) // while that is under way
+	s.Sent(1)
+	if n, _ := s.Len(); n != 4 || s.Own() != 2 {
+		t.Errorf("Len = %d, Own = %d, want one report less of the earlier life", n, s.Own())
+	}
+	if r, _ := s.Next(); r.Boot != "two" || r.Seq != 1 {
+		t.Errorf("Next = %s-%d, want two-1", r.Boot, r.Seq)
+	}
+	s.Skip() // too large
+	if got := fmt.Sprint(ids(s)); got != "[two-2 one-2 one-3 two-1]" {
+		t.Errorf("sent %s", got)
+	}
+	if again := s.Stored(schemas.Floor{Stream: "S", Seq: 9}, &schemas.Stored{}); again != 5 || s.Own() != 0 {
+		t.Errorf("%d are sent again, of which %d before others", again, s.Own())
+	}
+	add(t, s, 2, report("two", 3, 1))
+	if r, _ := s.Next(); r.Boot != "two" || r.Seq != 3 {
+		t.Errorf("Next = %s-%d, want two-3", r.Boot, r.Seq)
 	}
 }
 
@@ -520,7 +563,7 @@ func TestFullSpool(t *testing.T) {
 	all := len(s.unsent)
 	for range all / 2 {
 		s.Next()
-		s.Sent(1)
+		sent(s, 1)
 	}
 	if s.Full() || testutil.ToFloat64(m.Degraded) != 0 || testutil.ToFloat64(m.Forgotten) == 0 {
 		t.Errorf("full %v, degraded %v, forgotten %v after half of it is in the stream", s.Full(), testutil.ToFloat64(m.Degraded), testutil.ToFloat64(m.Forgotten))
@@ -703,7 +746,7 @@ func TestAGroupInMemory(t *testing.T) {
 			if err := seal(2, report("one", 2, 3)); err != nil || s.InMemory() != 8 {
 				t.Errorf("a group behind one that cannot go = %v, %d in memory, want 8", err, s.InMemory())
 			}
-			if !s.Sent(1) || !s.Sent(2) || s.Unconfirmed() != 0 || s.InMemory() != 0 {
+			if !sent(s, 1) || !sent(s, 2) || s.Unconfirmed() != 0 || s.InMemory() != 0 {
 				t.Errorf("%d wait for the history and %d are in memory, want none", s.Unconfirmed(), s.InMemory())
 			}
 			count(s, 3, "t1", 2)
@@ -755,7 +798,7 @@ func TestAHeaderThatCannotBeSynced(t *testing.T) {
 		t.Error("nobody has asked the disk")
 	}
 	failing = nil
-	s.Sent(1)
+	sent(s, 1)
 	if s.Recover(); !s.trouble[noReports] {
 		t.Error("the disk is asked again at once")
 	}
