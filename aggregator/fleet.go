@@ -80,7 +80,13 @@ func (d *delay) of(sealed, now time.Time) time.Duration {
 	return min(diff-min(d.least, d.before), delayMax)
 }
 
-// age tells of each report how old it is. The last ones of a gateway that has left are charged, and say nothing of what it holds.
+// late says whether a report comes more than delayMax later than usual.
+func (d *delay) late(sealed, now time.Time) bool {
+	return !d.since.IsZero() && now.Sub(sealed)-min(d.least, d.before) > delayMax
+}
+
+// age tells of each report how old it is. The last ones of a gateway that has left are charged, and say nothing of what it holds. What an
+// earlier life of one that is there has left for long is counted, and not charged: it has been earned again since.
 func (a *Aggregator) age(folds []Fold, now time.Time) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -100,6 +106,10 @@ func (a *Aggregator) age(folds []Fold, now time.Time) {
 				}
 				d = &delay{}
 				a.delays[u.Gateway] = d
+			}
+			if n := a.names[u.Gateway]; n != nil && len(n.lives) > 0 && n.index(u.Boot) < 0 && d.late(u.Sealed, now) {
+				u.late, u.DemandNanos = true, 0
+				u.From, u.Settled = u.Cum, u.Cum
 			}
 			u.Age = d.of(u.Sealed, now)
 		}
