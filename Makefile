@@ -25,7 +25,7 @@ run: libchdb build ## install what is missing, build, and run the whole pipeline
 
 .PHONY: test
 test: servers ## install what is missing and run every test, real servers included, then again under the race detector
-	go test -timeout 10m ./...
+	go test -timeout 20m ./...
 	@deploy/install-apt.sh gcc gcc libc6-dev
 	CGO_ENABLED=1 GORACE=atexit_sleep_ms=0 go test -race -timeout 15m $(RACE)
 

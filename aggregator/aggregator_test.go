@@ -214,7 +214,7 @@ func TestSharesFollowDemand(t *testing.T) {
 		w.expect("")
 		// one asks for more than all: it has nearly all, the others can start, and what one could hold that needs little is there
 		w.handle(w.report("g1", w.tokens("g1", "acme", limit100, 10, 90)))
-		w.expect("g1 88.7/54 demand, g2 10.7/5 demand, g3 0.5/1 newcomer")
+		w.expect("g1 88.7/57 demand, g2 10.7/2 demand, g3 0.5/1 newcomer")
 		// all ask for more: everyone the same
 		w.handle(w.report("g1", w.tokens("g1", "acme", limit100, 2, 90)), w.report("g2", w.tokens("g2", "acme", limit100, 0, 90)), w.report("g3", w.tokens("g3", "acme", limit100, 0, 90)))
 		w.expect("g1 33.3/20 demand, g2 33.3/20 demand, g3 33.3/20 demand")

@@ -46,10 +46,8 @@ const (
 	// It is what the others cannot use, at most 1.6 % of a limit.
 	floorPart = 64
 
-	// skimTo: who has enough beside others that lack tokens keeps as many as last for this, and some if it earns them in a second, so that
-	// chance refuses it few.
-	skimTo    = 100 * time.Millisecond
-	skimLeast = 4
+	// skimTo: who has enough beside others that lack tokens keeps as many as last for this, so that chance refuses it few.
+	skimTo = 100 * time.Millisecond
 
 	// debtSeconds is the time constant in which debt is repaid: 92 % in five seconds.
 	debtSeconds = 2
@@ -120,7 +118,7 @@ func (l Limit) skim(shares []Share, parts []Part, levelMicros int64) {
 	level := coarse(max(levelMicros, 0) / 1e6)
 	enough := func(i int) int64 {
 		rate := shares[i].RateNanos
-		return 1 + max(mulDiv(rate, skimTo.Milliseconds(), 1000)/1e9, min(rate/1e9, skimLeast), mulDiv(min(level, l.Burst), rate, l.RateNanos))
+		return 1 + max(mulDiv(rate, skimTo.Milliseconds(), 1000)/1e9, mulDiv(min(level, l.Burst), rate, l.RateNanos))
 	}
 	lacks := func(i int) bool {
 		return parts[i].RateNanos > shares[i].RateNanos && parts[i].left() <= saturatingMul(enough(i), 1e6)
