@@ -61,7 +61,7 @@ func BenchmarkSeal(b *testing.B) {
 		gen++
 		add(b, s, gen, reports...)
 		s.mu.Lock()
-		for len(s.unsent) > 0 {
+		for s.turn = &s.unsent; len(s.unsent) > 0; {
 			s.done(s.pop())
 		}
 		s.mu.Unlock()
