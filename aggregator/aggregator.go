@@ -128,7 +128,7 @@ type Aggregator struct {
 	behind    bool                  // the last batch of reports was not folded
 	believe   time.Time             // until then gateways are listened to, and no limit is divided
 	patience  time.Time             // and no longer than until then, whatever is to be heard yet
-	awake     time.Time             // when the process was seen to run last; zero while Run does not
+	awake     time.Time             // when the process was seen to run last; zero before Run
 	said      bool                  // the fleet was told that nothing is granted
 	fewer     bool                  // a gateway left, and the fleet was not told
 	delays    map[string]*delay     // of each gateway's reports

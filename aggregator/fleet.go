@@ -77,12 +77,15 @@ func (d *delay) of(sealed, now time.Time) time.Duration {
 		d.least, d.since = diff, now
 	}
 	d.least = min(d.least, diff)
-	return min(diff-min(d.least, d.before), delayMax)
+	return min(diff-d.usual(), delayMax)
 }
+
+// usual is the difference of the clocks where a report is not delayed.
+func (d *delay) usual() time.Duration { return min(d.least, d.before) }
 
 // late says whether a report comes more than delayMax later than usual.
 func (d *delay) late(sealed, now time.Time) bool {
-	return !d.since.IsZero() && now.Sub(sealed)-min(d.least, d.before) > delayMax
+	return !d.since.IsZero() && now.Sub(sealed)-d.usual() > delayMax
 }
 
 // age tells of each report how old it is. The last ones of a gateway that has left are charged, and say nothing of what it holds. What an

@@ -84,7 +84,7 @@ func (e *Enforcer) Weight() int {
 	if e.weight > 0 {
 		return e.weight
 	}
-	return max(schemas.WholeWeight/max(e.fleet, 1), 1)
+	return schemas.EvenWeight(e.fleet)
 }
 
 // part is the part of a limit that a key without a share has here, on a rung: an even part of the fleet while the centre is there,

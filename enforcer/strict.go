@@ -32,6 +32,7 @@ func (e *Enforcer) Settle(ctx context.Context, now int64, q *Request, d Decision
 		}
 		d.asks &^= bit
 		ask, idx := e.ask(v, r, q)
+		whole := &v.entry(idx).whole
 		reply, err := take(ctx, ask)
 		switch {
 		case err != nil:
@@ -41,16 +42,15 @@ func (e *Enforcer) Settle(ctx context.Context, now int64, q *Request, d Decision
 				return d
 			}
 		case !reply.Allowed:
-			lim := &v.entry(idx).whole
-			e.follow(v, r, q, now, 0, reply.Remaining)
+			e.follow(v, r, q, now, whole, 0, reply.Remaining)
 			b := bucket.Decision{Remaining: reply.Remaining, RetryIn: reply.RetryIn}
-			d.note(r, r.mark(idx), &b, q.Cost, lim)
+			d.note(r, r.mark(idx), &b, q.Cost, whole)
 			e.unsettle(ctx, v, i, taken, q, now, &d, take)
 			return d
 		default:
 			taken |= bit
-			d.stand(r.mark(idx), reply.Remaining, v.entry(idx).whole.Burst)
-			e.follow(v, r, q, now, q.Cost, reply.Remaining)
+			d.stand(r.mark(idx), reply.Remaining, whole.Burst)
+			e.follow(v, r, q, now, whole, q.Cost, reply.Remaining)
 		}
 	}
 	return d
@@ -79,9 +79,7 @@ const inHand = 100 * time.Millisecond
 // follow takes from this gateway's bucket what the centre has given, as far as it goes, and leaves no more in it than its part of what the
 // centre has left, or what it earns in inHand: when the centre falls silent, no fuller bucket must be waiting here. It counts as no use,
 // for the centre has counted it.
-func (e *Enforcer) follow(v *view, r *rule, q *Request, now, given, left int64) {
-	idx := v.entryFor(r, q.Tenant)
-	whole := &v.entry(idx).whole
+func (e *Enforcer) follow(v *view, r *rule, q *Request, now int64, whole *bucket.Limit, given, left int64) {
 	follows := func(tokens int64, here bucket.Limit) int64 {
 		part := left
 		if here.Burst < whole.Burst {

@@ -309,7 +309,7 @@ func DecodeTakeReply(b []byte) (TakeReply, error) {
 func EncodeHeartbeat(h *Heartbeat) ([]byte, error) {
 	b, err := proto.Marshal(&weirpb.Heartbeat{Boot: h.Boot, SentAtNs: unixNano(h.SentAt), PolicyVersion: h.PolicyVersion, Mode: h.Mode,
 		ClockOffsetNs: int64(h.ClockOffset), ClockErrorNs: int64(h.ClockError), ClockKnown: h.ClockKnown, PendingReports: h.PendingReports, Version: h.Version,
-		Without: h.Without, Sealed: h.Sealed, Weight: uint32(min(max(h.Weight, 0), WholeWeight))})
+		Without: h.Without, Sealed: h.Sealed, WeightPpm: uint32(min(max(h.Weight, 0), WholeWeight))})
 	if err != nil {
 		return nil, fmt.Errorf("encode heartbeat: %w", err)
 	}
@@ -336,7 +336,7 @@ func DecodeHeartbeat(subject string, b []byte) (*Heartbeat, error) {
 	}
 	return &Heartbeat{Gateway: gateway, Boot: p.Boot, SentAt: fromNano(p.SentAtNs), PolicyVersion: p.PolicyVersion, Mode: p.Mode,
 		ClockOffset: time.Duration(p.ClockOffsetNs), ClockError: time.Duration(p.ClockErrorNs), ClockKnown: p.ClockKnown,
-		PendingReports: p.PendingReports, Version: p.Version, Without: p.Without, Sealed: p.Sealed, Weight: int(min(p.Weight, WholeWeight))}, nil
+		PendingReports: p.PendingReports, Version: p.Version, Without: p.Without, Sealed: p.Sealed, Weight: int(min(p.WeightPpm, WholeWeight))}, nil
 }
 
 // EncodeClockReply returns c as protobuf.

@@ -17,6 +17,9 @@ type ThrottleUpdate struct {
 // WholeWeight is the sum of a fleet's weights: all of each limit.
 const WholeWeight = 1_000_000
 
+// EvenWeight is the weight of each of so many gateways, where nothing else is known of them.
+func EvenWeight(gateways int) int { return max(WholeWeight/max(gateways, 1), 1) }
+
 // Share is a gateway's part of one key's limit. Versions of a key only grow, also over a restart of the centre:
 // an older or equal version is ignored, so that late, repeated and reordered updates are harmless.
 type Share struct {

@@ -187,7 +187,7 @@ func (s *Store) claim(ctx context.Context, c *Correction) error {
 			if used == 0 || time.Now().After(until) {
 				break
 			}
-			if err := pause(ctx); err != nil {
+			if err := pause(ctx, correctLook); err != nil {
 				return err
 			}
 		}
@@ -230,19 +230,9 @@ func (s *Store) settles(ctx context.Context, c *Correction, number uint64) (made
 		if err != nil || n != number || time.Now().After(until) {
 			return false, s.explain("read corrections", err)
 		}
-		if err := pause(ctx); err != nil {
+		if err := pause(ctx, correctLook); err != nil {
 			return false, err
 		}
-	}
-}
-
-// pause is one between two looks.
-func pause(ctx context.Context) error {
-	select {
-	case <-ctx.Done():
-		return ctx.Err()
-	case <-time.After(correctLook):
-		return nil
 	}
 }
 

@@ -259,14 +259,20 @@ func TestCorrectionsAtOnce(t *testing.T) {
 	}
 }
 
+// cutOff is a store with some usage, directly and over a proxy that cuts connections.
+func cutOff(t *testing.T) (p *proxy, direct, s *Store) {
+	t.Helper()
+	server := embeddedtest.ClickHouse(t)
+	direct = open(t, server.URL())
+	store(t, direct, batchOf(1, reportAt("a", 1, noon, 10)))
+	p, through := newProxy(t, server.URL())
+	return p, direct, unmigrated(t, through)
+}
+
 // A ref is bound to a month when its correction is about to be stored. One that is refused before binds nothing; one that was bound and
 // is not stored leaves its ref to its month; and a ref of before there were bindings names what is stored under it.
 func TestCorrectionRefs(t *testing.T) {
-	server := embeddedtest.ClickHouse(t)
-	direct := open(t, server.URL())
-	store(t, direct, batchOf(1, reportAt("a", 1, noon, 10)))
-	p, through := newProxy(t, server.URL())
-	s := unmigrated(t, through)
+	p, direct, s := cutOff(t)
 	c := Correction{Ref: "one", Hour: noon.AddDate(0, -1, 0), Gateway: "a", Tenant: "tenant-0", Route: "orders", Allowed: -2, Reason: "why", Author: "kim"}
 	wants := func(what string, c Correction, want error) {
 		t.Helper()
@@ -345,11 +351,7 @@ func TestCorrectionUnderATokenWithoutARow(t *testing.T) {
 
 // A correction whose answer is lost is looked for: stored, it is made; if not it may still come to be, and its ref tells.
 func TestCorrectionWhoseAnswerIsLost(t *testing.T) {
-	server := embeddedtest.ClickHouse(t)
-	direct := open(t, server.URL())
-	store(t, direct, batchOf(1, reportAt("a", 1, noon, 10)))
-	p, through := newProxy(t, server.URL())
-	s := unmigrated(t, through)
+	p, direct, s := cutOff(t)
 	for f, stored := range map[fault]bool{beforeData: false, midBlock: false, beforeReply: true} {
 		c := Correction{Ref: f.String(), Hour: noon, Gateway: "a", Tenant: "tenant-0", Route: "orders", Allowed: -2, Reason: "why", Author: "kim"}
 		p.cutNext(f, "corrections", nil)

@@ -146,10 +146,8 @@ func (b *rebuild) slice(ctx context.Context, t rollup, from, to time.Time) error
 			continue // and look again
 		}
 		if try < b.tries || try < rebuildTries && before != after {
-			select {
-			case <-ctx.Done():
-				return ctx.Err()
-			case <-time.After(rebuildPause):
+			if err := pause(ctx, rebuildPause); err != nil {
+				return err
 			}
 			continue
 		}
@@ -158,6 +156,16 @@ func (b *rebuild) slice(ctx context.Context, t rollup, from, to time.Time) error
 			b.tries = 0 // a batch in hand would be through by now: no other slice waits for one
 		}
 		b.leave(gaps)
+		return nil
+	}
+}
+
+// pause waits between two looks at something that may be about to change.
+func pause(ctx context.Context, d time.Duration) error {
+	select {
+	case <-ctx.Done():
+		return ctx.Err()
+	case <-time.After(d):
 		return nil
 	}
 }
@@ -282,10 +290,8 @@ func (s *Store) Gaps(ctx context.Context, from, to time.Time) ([]Gap, error) {
 		for _, g := range gaps {
 			before[g.place()] = true
 		}
-		select {
-		case <-ctx.Done():
-			return nil, ctx.Err()
-		case <-time.After(gapPause):
+		if err := pause(ctx, gapPause); err != nil {
+			return nil, err
 		}
 		gaps, err = s.gapsNow(ctx, from, to)
 		gaps = slices.DeleteFunc(gaps, func(g Gap) bool { return !before[g.place()] })

@@ -27,8 +27,7 @@ func TestFailoverGrantsNothingTwice(t *testing.T) {
 		gateways    = 3
 	)
 	nats, redis := embeddedtest.NATS(t), embeddedtest.Redis(t)
-	up := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(http.StatusNoContent) }))
-	t.Cleanup(up.Close)
+	up := upstream(t)
 	policy := write(t, "policy.yaml", fmt.Sprintf(`
 version: 1
 identity: {tenant: {header: X-App-Key}}
@@ -43,8 +42,7 @@ rules:
 	active, standby := centre(t, nats.URL(), redis.URL()), centre(t, nats.URL(), redis.URL())
 	var addrs []string
 	for i := range gateways {
-		p := start(t, `"msg":"throttling with the centre"`, nil, "gateway", "--name", fmt.Sprintf("g%d", i), "--fleet", fmt.Sprint(gateways), "--nats", nats.URL(), "--policy", policy,
-			"--upstream", up.URL, "--gateway-addr", "127.0.0.1:0", "--check-addr", "127.0.0.1:0", "--metrics-addr", "127.0.0.1:0", "--data", t.TempDir())
+		p := proxied(t, fmt.Sprintf("g%d", i), nats.URL(), policy, up, t.TempDir(), "--fleet", fmt.Sprint(gateways))
 		addrs = append(addrs, listener(t, p))
 	}
 
@@ -128,6 +126,21 @@ func centre(t *testing.T, nats, redis string) *process {
 		"--clickhouse", "http://127.0.0.1:1/weir", "--data", t.TempDir())
 }
 
+// upstream is the URL of a service that answers 204.
+func upstream(t *testing.T) string {
+	t.Helper()
+	up := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(http.StatusNoContent) }))
+	t.Cleanup(up.Close)
+	return up.URL
+}
+
+// proxied starts a gateway in front of a service, as a process that has heard the centre.
+func proxied(t *testing.T, name, nats, policy, upstream, data string, more ...string) *process {
+	t.Helper()
+	return start(t, `"msg":"throttling with the centre"`, nil, append([]string{"gateway", "--name", name, "--nats", nats, "--policy", policy, "--upstream", upstream,
+		"--gateway-addr", "127.0.0.1:0", "--check-addr", "127.0.0.1:0", "--metrics-addr", "127.0.0.1:0", "--data", data}, more...)...)
+}
+
 // takesOver says whether p has taken the lease of the centre from now on.
 func takesOver(p *process) func() bool {
 	from := len(p.lines())
@@ -143,8 +156,7 @@ func takesOver(p *process) func() bool {
 // meanwhile.
 func TestAFrozenCentreTakesNothing(t *testing.T) {
 	nats, redis := embeddedtest.NATS(t), embeddedtest.Redis(t)
-	up := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(http.StatusNoContent) }))
-	t.Cleanup(up.Close)
+	up := upstream(t)
 	policy := write(t, "policy.yaml", `
 version: 1
 identity: {tenant: {header: X-App-Key}}
@@ -153,8 +165,7 @@ rules:
   - {name: contract, layer: contract, key: [tenant], rate: 1/s, burst: 100000, consistency: strict}
 `)
 	active, standby := centre(t, nats.URL(), redis.URL()), centre(t, nats.URL(), redis.URL())
-	gateway := start(t, `"msg":"throttling with the centre"`, nil, "gateway", "--name", "g", "--nats", nats.URL(), "--policy", policy,
-		"--upstream", up.URL, "--gateway-addr", "127.0.0.1:0", "--check-addr", "127.0.0.1:0", "--metrics-addr", "127.0.0.1:0", "--data", t.TempDir())
+	gateway := proxied(t, "g", nats.URL(), policy, up, t.TempDir())
 	url := "http://" + listener(t, gateway) + "/"
 	counter, err := rediscounter.New(rediscounter.Config{URL: redis.URL()})
 	if err != nil {
@@ -218,8 +229,7 @@ rules:
 // that was used meanwhile at once, in buckets that could not take what was earned.
 func TestAFrozenCentreComesBack(t *testing.T) {
 	nats, redis := embeddedtest.NATS(t), embeddedtest.Redis(t)
-	up := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(http.StatusNoContent) }))
-	t.Cleanup(up.Close)
+	up := upstream(t)
 	policy := write(t, "policy.yaml", `
 version: 1
 identity: {tenant: {header: X-App-Key}}
@@ -230,8 +240,7 @@ rules:
 	only := centre(t, nats.URL(), redis.URL())
 	var urls []string
 	for _, name := range []string{"g1", "g2", "g3"} {
-		gateway := start(t, `"msg":"throttling with the centre"`, nil, "gateway", "--name", name, "--fleet", "3", "--nats", nats.URL(), "--policy", policy,
-			"--upstream", up.URL, "--gateway-addr", "127.0.0.1:0", "--check-addr", "127.0.0.1:0", "--metrics-addr", "127.0.0.1:0", "--data", t.TempDir())
+		gateway := proxied(t, name, nats.URL(), policy, up, t.TempDir(), "--fleet", "3")
 		urls = append(urls, "http://"+listener(t, gateway)+"/")
 	}
 	n := 0

@@ -4,7 +4,6 @@ import (
 	"encoding/json"
 	"fmt"
 	"net/http"
-	"net/http/httptest"
 	"os"
 	"path/filepath"
 	"strconv"
@@ -55,8 +54,7 @@ func TestLostEndOfALife(t *testing.T) {
 		}
 	}
 
-	up := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(http.StatusNoContent) }))
-	t.Cleanup(up.Close)
+	up := upstream(t)
 	policy := write(t, "policy.yaml", `
 version: 1
 identity: {tenant: {header: X-App-Key}}
@@ -65,10 +63,7 @@ rules:
   - {name: contract, layer: contract, key: [tenant], rate: 1000/s, burst: 1000}
 `)
 	data := t.TempDir()
-	gateway := func() *process {
-		return start(t, `"msg":"throttling with the centre"`, nil, "gateway", "--name", "g", "--nats", natsServer.URL(), "--policy", policy, "--upstream", up.URL,
-			"--gateway-addr", "127.0.0.1:0", "--check-addr", "127.0.0.1:0", "--metrics-addr", "127.0.0.1:0", "--data", data)
-	}
+	gateway := func() *process { return proxied(t, "g", natsServer.URL(), policy, up, data) }
 	ask := func(p *process) {
 		t.Helper()
 		if status, _, _ := get(t, "http://"+listener(t, p)+"/", "acme"); status != http.StatusNoContent {

@@ -31,7 +31,7 @@ func fleetOf(u *schemas.ThrottleUpdate, before Fleet) Fleet {
 	case f.Gateways == before.Gateways && before.Weight > 0:
 		f.Weight = before.Weight
 	default:
-		f.Weight = max(schemas.WholeWeight/f.Gateways, 1)
+		f.Weight = schemas.EvenWeight(f.Gateways)
 	}
 	return f
 }
@@ -52,7 +52,7 @@ func ReadFleet(file string) (Fleet, error) {
 	if weighted && err == nil {
 		f.Weight, err = strconv.Atoi(weight)
 	} else if n > 0 {
-		f.Weight = max(schemas.WholeWeight/n, 1)
+		f.Weight = schemas.EvenWeight(n)
 	}
 	if err != nil || n < 1 || n > maxFleet || f.Weight < 1 || f.Weight > schemas.WholeWeight {
 		return Fleet{}, fmt.Errorf("read the last known fleet: %s holds %.40q, want a number of gateways and the millionths of this one", file, b)

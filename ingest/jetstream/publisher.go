@@ -46,13 +46,13 @@ type Publisher struct {
 	boot  string // with seq, the last report that we know to be stored
 	seq   uint64
 
-	lost       uint64 // times that the stream no longer had that last message
-	reconnects uint64 // of nc, when we last looked whether it had
-
 	before struct { // the same, of the life whose last words were there before ours
 		boot string
 		seq  uint64
 	}
+
+	lost       uint64 // times that the stream no longer had our subject's last message
+	reconnects uint64 // of nc, when we last looked whether it had
 }
 
 // NewPublisher returns a publisher for gateway. It touches no network. m may be nil.

@@ -730,18 +730,15 @@ func (s *Spool) Stored(f schemas.Floor, stored *schemas.Stored) (again int) {
 	lost := f.Lost != s.lost || f.Stream != "" && s.life != "" && f.Stream != s.life // what we sent went into a stream that is gone, or may have
 	s.life, s.lost = cmp.Or(f.Stream, s.life), f.Lost
 	now := time.Now()
-	for _, list := range []*[]*entry{&s.unsent, &s.behind} {
-		left := (*list)[:0:0]
-		for _, e := range *list {
-			if stored.Has(e.boot, e.seq) {
-				s.requests -= e.requests
-				s.done(e)
-				continue
-			}
-			left = append(left, e)
+	there := func(e *entry) bool {
+		if !stored.Has(e.boot, e.seq) {
+			return false
 		}
-		*list = left
+		s.requests -= e.requests
+		s.done(e)
+		return true
 	}
+	s.unsent, s.behind = slices.DeleteFunc(s.unsent, there), slices.DeleteFunc(s.behind, there)
 	settled := func(e *entry) bool {
 		switch {
 		case stored.Has(e.boot, e.seq):

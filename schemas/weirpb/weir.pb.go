@@ -748,7 +748,7 @@ type Heartbeat struct {
 	Version        string                 `protobuf:"bytes,9,opt,name=version,proto3" json:"version,omitempty"`                                      // of weir
 	Without        []string               `protobuf:"bytes,10,rep,name=without,proto3" json:"without,omitempty"`                                     // what it does without: spool
 	Sealed         uint64                 `protobuf:"varint,11,opt,name=sealed,proto3" json:"sealed,omitempty"`                                      // number of the newest report with requests that this boot has sealed; 0 is not told
-	Weight         uint32                 `protobuf:"varint,12,opt,name=weight,proto3" json:"weight,omitempty"`                                      // millionths of each limit that it keeps to without the centre; 0 is not told
+	WeightPpm      uint32                 `protobuf:"varint,12,opt,name=weight_ppm,json=weightPpm,proto3" json:"weight_ppm,omitempty"`               // millionths of each limit that it keeps to without the centre; 0 is not told
 	unknownFields  protoimpl.UnknownFields
 	sizeCache      protoimpl.SizeCache
 }
@@ -860,9 +860,9 @@ func (x *Heartbeat) GetSealed() uint64 {
 	return 0
 }
 
-func (x *Heartbeat) GetWeight() uint32 {
+func (x *Heartbeat) GetWeightPpm() uint32 {
 	if x != nil {
-		return x.Weight
+		return x.WeightPpm
 	}
 	return 0
 }
@@ -1142,7 +1142,7 @@ const file_weir_v1_weir_proto_rawDesc = "" +
 	"\x05level\x18\t \x01(\x12R\x05level\x12\x18\n" +
 	"\agranted\x18\n" +
 	" \x01(\x04R\agranted\x12\x14\n" +
-	"\x05grant\x18\v \x01(\x04R\x05grant\"\xf4\x02\n" +
+	"\x05grant\x18\v \x01(\x04R\x05grant\"\xfb\x02\n" +
 	"\tHeartbeat\x12\x12\n" +
 	"\x04boot\x18\x01 \x01(\tR\x04boot\x12\x1c\n" +
 	"\n" +
@@ -1157,8 +1157,9 @@ const file_weir_v1_weir_proto_rawDesc = "" +
 	"\aversion\x18\t \x01(\tR\aversion\x12\x18\n" +
 	"\awithout\x18\n" +
 	" \x03(\tR\awithout\x12\x16\n" +
-	"\x06sealed\x18\v \x01(\x04R\x06sealed\x12\x16\n" +
-	"\x06weight\x18\f \x01(\rR\x06weight\"F\n" +
+	"\x06sealed\x18\v \x01(\x04R\x06sealed\x12\x1d\n" +
+	"\n" +
+	"weight_ppm\x18\f \x01(\rR\tweightPpm\"F\n" +
 	"\n" +
 	"ClockReply\x12\x1f\n" +
 	"\vreceived_ns\x18\x01 \x01(\x12R\n" +

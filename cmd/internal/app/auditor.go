@@ -21,7 +21,8 @@ const (
 	auditOldest = 30 * 24 * time.Hour // an hour that fires is looked at for so long: without its heartbeats it would seem to add up
 )
 
-// auditor reconciles the closed hours once an hour, by the gateways' heartbeats, for their journals are out of its reach, and says in the alerts' stream which do not add up and which do again.
+// auditor reconciles the closed hours once an hour, by the gateways' heartbeats, for their journals are out of its reach, and says in the
+// alerts' stream which do not add up and which do again.
 type auditor struct {
 	reconcile func(ctx context.Context, from, to time.Time) (Reconciliation, error)
 	alerts    *bulletin

@@ -145,6 +145,25 @@ func (c *centre) send(r *schemas.Report) {
 	}
 }
 
+// keeps puts reports into the spool of the gateway whose state is under data, which becomes a journal.
+func (c *centre) keeps(data string, seqs ...uint64) {
+	c.t.Helper()
+	kept, err := spool.Open(spool.Config{}, filepath.Join(data, "gateways", "gw", "spool"), "gw", "boot", slog.New(slog.DiscardHandler), nil)
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	c.t.Cleanup(func() { _ = kept.Close() })
+	for _, seq := range seqs {
+		err = errors.Join(err, kept.Append(c.report(seq)))
+	}
+	if err := errors.Join(err, kept.Commit(1)); err != nil {
+		c.t.Fatal(err)
+	}
+	if c.books.Journals, err = Journals(data); err != nil {
+		c.t.Fatal(err)
+	}
+}
+
 func (c *centre) exec(sql string) {
 	c.t.Helper()
 	if err := c.sql.Exec(c.t.Context(), sql); err != nil {
@@ -198,17 +217,7 @@ func TestReconcile(t *testing.T) {
 	if _, err := Journals(data); err == nil {
 		t.Error("Journals of an empty folder = nil, want an error")
 	}
-	kept, err := spool.Open(spool.Config{}, filepath.Join(data, "gateways", "gw", "spool"), "gw", "boot", slog.New(slog.DiscardHandler), nil)
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { _ = kept.Close() })
-	if err := errors.Join(kept.Append(c.report(3)), kept.Append(c.report(4)), kept.Commit(1)); err != nil {
-		t.Fatal(err)
-	}
-	if c.books.Journals, err = Journals(data); err != nil {
-		t.Fatal(err)
-	}
+	c.keeps(data, 3, 4)
 	if r := c.becomes("reports late 0/2, tokens late 2/4"); r.Journals != 1 {
 		t.Errorf("journals = %d, want 1", r.Journals)
 	}
@@ -420,17 +429,7 @@ func TestReconcileWithoutReports(t *testing.T) {
 	c.becomesLike("usage in flight 6/0") // its report may be on its way
 	// Neither are rows explained by another report, which their gateway has not published yet.
 	data := t.TempDir()
-	kept, err := spool.Open(spool.Config{}, filepath.Join(data, "gateways", "gw", "spool"), "gw", "boot", slog.New(slog.DiscardHandler), nil)
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { _ = kept.Close() })
-	if err := errors.Join(kept.Append(c.report(3)), kept.Append(c.report(4)), kept.Commit(1)); err != nil {
-		t.Fatal(err)
-	}
-	if c.books.Journals, err = Journals(data); err != nil {
-		t.Fatal(err)
-	}
+	c.keeps(data, 3, 4)
 	c.exec("ALTER TABLE reports DELETE WHERE seq <= 2 SETTINGS mutations_sync = 2")
 	c.becomesLike("reports late 0/2")
 	for end := time.Now().Add(patience); c.find("usage doubled or half stored 6/0") == nil || c.find("usage doubled or half stored 4/0") == nil; time.Sleep(time.Second) {
