@@ -11,7 +11,7 @@ import (
 // Again folds reports that were folded before, for the counter may have lost what it had of them. What it has changes nothing, and of
 // what it lacks only the counts are news: they tell neither who lives and asks for tokens now, nor what limit is in force.
 func (a *Aggregator) Again(ctx context.Context, b schemas.Batch[*schemas.Report]) error {
-	folds := merge(b.Items, a.cfg.Now().Add(-a.cfg.Late))
+	folds := merge(b.Items, a.cfg.Now(), a.cfg.Late)
 	a.mu.Lock()
 	for i := range folds {
 		f := &folds[i]

@@ -27,7 +27,7 @@ type Config struct {
 	Digest      time.Duration       // every live share is sent again this often (5s)
 	FleetExpiry time.Duration       // a gateway that is silent for longer is gone (5s)
 	Learn       time.Duration       // after a start, time to hear from all gateways before limits are divided (1.5s); negative is none
-	Late        time.Duration       // a report that is older when it comes is counted but not charged to the bucket (30s)
+	Late        time.Duration       // a report that is older when it comes is counted, and charged only if its bucket takes longer to fill (30s)
 	MaxKeys     int                 // keys whose shares are remembered; beyond it some are forgotten (200,000)
 	MaxShares   int                 // the same for keys × gateways, each of which takes about 200 bytes (4,000,000)
 	OnPush      func([]PushedShare) // hears of every changed share, from any goroutine; it must not block or keep the slice
@@ -169,7 +169,7 @@ func (a *Aggregator) Reports(ctx context.Context, b schemas.Batch[*schemas.Repor
 			a.saw(r.Gateway, now)
 		}
 	}
-	folds := merge(b.Items, late)
+	folds := merge(b.Items, now, a.cfg.Late)
 	a.age(folds, now)
 	a.outstanding(folds)
 	states, err := a.fold(ctx, folds)

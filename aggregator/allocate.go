@@ -55,6 +55,12 @@ const (
 	debtFloor = 8
 )
 
+// fills is how long an empty bucket takes to be full: what was taken longer ago has been earned again.
+func (l Limit) fills() time.Duration {
+	seconds := float64(l.Burst) * 1e9 / float64(max(l.RateNanos, 1))
+	return time.Duration(min(seconds*1e9, math.MaxInt64/2))
+}
+
 // Repaying is the limit to divide while debt (in millionths of a token) is repaid: a lower rate, never zero, and the same burst.
 func (l Limit) Repaying(debtMicros int64) Limit {
 	if debtMicros <= 0 || l.RateNanos <= 0 {

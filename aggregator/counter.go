@@ -87,7 +87,7 @@ type Use struct {
 	Seq         uint64        // of the newest report: a use that is not newer than the last one changes nothing
 	Cum         uint64        // tokens taken in this incarnation, by that report: fewer than before if some were given back
 	From        uint64        // Cum before the first of these reports: an incarnation that the counter does not know is charged from here
-	Settled     uint64        // Cum of reports that are too old to charge: they are counted in the total only
+	Settled     uint64        // Cum of reports whose tokens have been earned again: they are counted in the total only
 	DemandNanos int64         // tokens taken and refused, in billionths per second: the mean over Span; 0 leaves the gateway's demand as it is
 	SureNanos   int64         // as much of it as is not chance
 	Span        time.Duration // that these reports look back on
@@ -102,7 +102,7 @@ type Use struct {
 	Age      time.Duration // how long ago that was, as far as it can be told
 
 	asked, taken uint64
-	late         bool // no report says more than Cum
+	late         bool // no report says more than Cum, or they do not count as news
 }
 
 // KeyState is a key's global bucket.
@@ -136,9 +136,9 @@ const (
 	demandSpanNone = time.Second            // for a report that does not tell its window
 )
 
-// merge gathers all that a batch says of each key, in the order of first mention. Reports that arrived before late are counted
-// but not charged: what they spent has been refilled since.
-func merge(items []schemas.Delivered[*schemas.Report], late time.Time) []Fold {
+// merge gathers all that a batch says of each key, in the order of first mention. Reports that arrived longer ago than late tell of no
+// demand. They are counted, and charged only if the bucket was not filled again since.
+func merge(items []schemas.Delivered[*schemas.Report], now time.Time, late time.Duration) []Fold {
 	type reportID struct {
 		gateway, boot string
 		seq           uint64
@@ -165,7 +165,7 @@ func merge(items []schemas.Delivered[*schemas.Report], late time.Time) []Fold {
 				index[key] = at
 				folds = append(folds, Fold{Key: key})
 			}
-			folds[at].add(r, t, item.Arrived.Before(late))
+			folds[at].add(r, t, now.Sub(item.Arrived), late)
 		}
 	}
 	for i := range folds {
@@ -181,7 +181,7 @@ func shared(t *schemas.Tokens) bool {
 	return (t.Mode == "" || t.Mode == "enforce") && t.Consistency != "local" && t.LimitRateNanos > 0 && t.LimitBurst > 0
 }
 
-func (f *Fold) add(r *schemas.Report, t *schemas.Tokens, late bool) {
+func (f *Fold) add(r *schemas.Report, t *schemas.Tokens, age, late time.Duration) {
 	f.Limit, f.consistency, f.Strict = Limit{t.LimitRateNanos, t.LimitBurst}, t.Consistency, t.Consistency == "strict"
 	var u *Use
 	for i := range f.Uses {
@@ -200,8 +200,10 @@ func (f *Fold) add(r *schemas.Report, t *schemas.Tokens, late bool) {
 		u.Seq, u.Cum = r.Seq, t.Cum
 	}
 	u.From = min(u.From, before)
-	if late {
-		u.Settled = max(u.Settled, t.Cum)
+	if age > late {
+		if age > f.Limit.fills() {
+			u.Settled = max(u.Settled, t.Cum)
+		}
 		return
 	}
 	// Whatever a gateway says, and however often, these do not wrap: a report's counts are far below what they are held to here.

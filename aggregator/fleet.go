@@ -83,13 +83,16 @@ func (d *delay) of(sealed, now time.Time) time.Duration {
 // usual is the difference of the clocks where a report is not delayed.
 func (d *delay) usual() time.Duration { return min(d.least, d.before) }
 
-// late says whether a report comes more than delayMax later than usual.
-func (d *delay) late(sealed, now time.Time) bool {
-	return !d.since.IsZero() && now.Sub(sealed)-d.usual() > delayMax
+// late is how much later than usual a report comes, 0 as long as nobody knows what is usual.
+func (d *delay) late(sealed, now time.Time) time.Duration {
+	if d.since.IsZero() {
+		return 0
+	}
+	return now.Sub(sealed) - d.usual()
 }
 
 // age tells of each report how old it is. The last ones of a gateway that has left are charged, and say nothing of what it holds. What an
-// earlier life of one that is there has left for long is counted, and not charged: it has been earned again since.
+// earlier life of one that is there has left for long is no news of it, and not charged where the bucket was filled again since.
 func (a *Aggregator) age(folds []Fold, now time.Time) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -110,9 +113,11 @@ func (a *Aggregator) age(folds []Fold, now time.Time) {
 				d = &delay{}
 				a.delays[u.Gateway] = d
 			}
-			if n := a.names[u.Gateway]; n != nil && len(n.lives) > 0 && n.index(u.Boot) < 0 && d.late(u.Sealed, now) {
+			if n, late := a.names[u.Gateway], d.late(u.Sealed, now); n != nil && len(n.lives) > 0 && n.index(u.Boot) < 0 && late > delayMax {
 				u.late, u.DemandNanos = true, 0
-				u.From, u.Settled = u.Cum, u.Cum
+				if late > folds[i].Limit.fills() {
+					u.From, u.Settled = u.Cum, u.Cum
+				}
 			}
 			u.Age = d.of(u.Sealed, now)
 		}

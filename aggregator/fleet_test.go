@@ -132,8 +132,8 @@ func TestOneLifeAfterTheOther(t *testing.T) {
 	}
 }
 
-// TestWhatAnEarlierLifeHasLeft: what a gateway finds in its spool of a life before it is counted. It is not charged when it is old, and says
-// nothing of what is so now; the clocks of gateway and centre may differ.
+// TestWhatAnEarlierLifeHasLeft: what a gateway finds in its spool of a life before it is counted. When it is old it says nothing of what is
+// so now, and it is not charged if the bucket was filled since; the clocks of gateway and centre may differ.
 func TestWhatAnEarlierLifeHasLeft(t *testing.T) {
 	for _, skew := range []time.Duration{0, time.Hour, -time.Hour} {
 		n := newNamed()
@@ -142,12 +142,14 @@ func TestWhatAnEarlierLifeHasLeft(t *testing.T) {
 		use := func(boot string, age time.Duration) Use {
 			return Use{Gateway: "g1", Boot: boot, Cum: 9, From: 4, DemandNanos: 1, Sealed: n.now.Add(skew - age)}
 		}
-		folds := []Fold{{Uses: []Use{use("boot-b", 0), use("boot-a", time.Minute), use("boot-a", time.Second), use("boot-b", time.Minute), use("boot-c", 0)}}}
-		n.age(folds, n.now)
-		for i, old := range []bool{false, true, false, false, false} {
-			u := &folds[0].Uses[i]
-			if u.late != old || (u.From == u.Cum && u.Settled == u.Cum) != old || (u.DemandNanos == 0) != old {
-				t.Errorf("clocks %v apart, report %d: %+v, want old: %v", skew, i, *u, old)
+		for _, limit := range []Limit{{100e9, 100}, {16_666_667, 300}} { // full in a second, and in five hours
+			folds := []Fold{{Limit: limit, Uses: []Use{use("boot-b", 0), use("boot-a", time.Minute), use("boot-a", time.Second), use("boot-b", time.Minute), use("boot-c", 0)}}}
+			n.age(folds, n.now)
+			for i, old := range []bool{false, true, false, false, false} {
+				u, free := &folds[0].Uses[i], old && limit.Burst == 100
+				if u.late != old || (u.From == u.Cum && u.Settled == u.Cum) != free || (u.DemandNanos == 0) != old {
+					t.Errorf("clocks %v apart, %v, report %d: %+v, want old: %v, free: %v", skew, limit, i, *u, old, free)
+				}
 			}
 		}
 	}

@@ -52,7 +52,7 @@ func TestMerge(t *testing.T) {
 			Use{Seq: 1, Cum: 3, From: 0, DemandNanos: 100e9, Span: 100 * ms, Lag: 100 * ms, Window: 150 * ms, Enforced: Limit{1, 3}}},
 	} {
 		tc.want.Gateway, tc.want.Boot = "g1", "b"
-		folds := merge(tc.items, now.Add(-30*time.Second))
+		folds := merge(tc.items, now, 30*time.Second)
 		if len(folds) != 1 || len(folds[0].Uses) != 1 || folds[0].Limit != (Limit{1e12, 10}) {
 			t.Errorf("%s: merge = %+v, want one use of one key", tc.name, folds)
 			continue
@@ -67,6 +67,31 @@ func TestMerge(t *testing.T) {
 		got.asked, got.taken, got.SureNanos = 0, 0, 0
 		if got != tc.want {
 			t.Errorf("%s: use\n got %+v\nwant %+v", tc.name, got, tc.want)
+		}
+	}
+}
+
+// TestLateUseOfASlowLimit: 300 tokens of 60 per hour are not earned again within a minute. A late report of them is no news of what is
+// asked for, and they are charged, until the bucket would be full again without them.
+func TestLateUseOfASlowLimit(t *testing.T) {
+	now := time.Unix(1_000_000, 0)
+	report := func(seq, taken, cum uint64, age time.Duration) schemas.Delivered[*schemas.Report] {
+		return schemas.Delivered[*schemas.Report]{Arrived: now.Add(-age), Value: &schemas.Report{Gateway: "g1", Boot: "b", Seq: seq, Tokens: []schemas.Tokens{
+			{Rule: "r", Key: "k", LimitRateNanos: 16_666_667, LimitBurst: 300, Taken: taken, Cum: cum, Window: time.Second}}}}
+	}
+	for _, tc := range []struct {
+		name  string
+		items []schemas.Delivered[*schemas.Report]
+		from  uint64
+		late  bool
+	}{
+		{"a minute", []schemas.Delivered[*schemas.Report]{report(1, 299, 299, time.Minute)}, 0, true},
+		{"four hours, a minute, and now", []schemas.Delivered[*schemas.Report]{report(1, 9, 9, 4*time.Hour), report(2, 1, 10, time.Minute), report(3, 1, 11, 0)}, 0, false},
+		{"six hours, and a minute", []schemas.Delivered[*schemas.Report]{report(1, 9, 9, 6*time.Hour), report(2, 1, 10, time.Minute)}, 9, true},
+	} {
+		u := merge(tc.items, now, 30*time.Second)[0].Uses[0]
+		if u.From != tc.from || u.late != tc.late || (u.DemandNanos == 0) != tc.late {
+			t.Errorf("%s: charged from %d, news: %v, want from %d, %v: %+v", tc.name, u.From, !u.late, tc.from, !tc.late, u)
 		}
 	}
 }
@@ -241,7 +266,7 @@ func TestWhatGatewaysSayDoesNotWrap(t *testing.T) {
 			{Rule: "r", Key: "k", LimitRateNanos: math.MaxInt64, LimitBurst: math.MaxInt64, RateNanos: math.MaxInt64, Capacity: math.MaxInt64, TokensLast: math.MaxInt64,
 				Taken: schemas.MaxCount, Refused: schemas.MaxCount, Cum: schemas.MaxCount, Window: math.MaxInt64}}}})
 	}
-	u := merge(items, now.Add(-time.Minute))[0].Uses[0]
+	u := merge(items, now, time.Minute)[0].Uses[0]
 	if u.asked != schemas.MaxCount || u.taken != schemas.MaxCount || u.Span != demandSpanMax || u.DemandNanos <= 0 || u.SureNanos <= 0 || u.Lag < 0 {
 		t.Errorf("merged to %+v", u)
 	}
