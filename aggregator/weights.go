@@ -77,14 +77,18 @@ func (w *weights) hear(gateway string, weight int) {
 	}
 }
 
-// recall takes what all of a fleet say that they have for what they were told.
+// recall takes what all of a fleet say that they have for what they were told, and no more than the whole.
 func (w *weights) recall(fleet []string) {
-	told := make(map[string]int, len(fleet))
+	told, sum := make(map[string]int, len(fleet)), 0
 	for _, g := range fleet {
 		if w.said[g] == 0 {
 			return
 		}
 		told[g] = w.said[g]
+		sum += w.said[g]
+	}
+	for g, weight := range told {
+		told[g] = max(weight*schemas.WholeWeight/max(sum, schemas.WholeWeight), 1)
 	}
 	w.told, w.next, w.said = told, told, nil
 }

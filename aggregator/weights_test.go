@@ -105,6 +105,7 @@ func TestANewCentreGoesOnFromTheWeightsThatThereAre(t *testing.T) {
 		{"the same as before", half, half, half, half, half, half},
 		{"the load has moved", 900_000, 100_000, half, 100_000, half, half},
 		{"each was alone", schemas.WholeWeight, schemas.WholeWeight, half, half, half, half},
+		{"together more than all, each by little", 590_000, 590_000, half, half, half, half},
 		{"one does not say", half, 0, half / 4, half / 4, half, half},
 	} {
 		var w weights
