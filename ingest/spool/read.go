@@ -29,7 +29,7 @@ func Abandoned(dir string) (requests uint64, err error) {
 
 // inUse says whether a process has the spool in dir.
 func inUse(dir string) (bool, error) {
-	f, err := os.Open(filepath.Join(dir, "lock"))
+	f, err := os.Open(filepath.Join(dir, lockName))
 	if errors.Is(err, fs.ErrNotExist) {
 		return false, nil
 	}
@@ -46,11 +46,28 @@ func inUse(dir string) (bool, error) {
 	return false, os.NewSyscallError("flock", held)
 }
 
+// owner is the gateway whose spool is in dir, where the folder says so.
+func owner(dir string) (string, error) {
+	f, err := os.Open(filepath.Join(dir, lockName))
+	if errors.Is(err, fs.ErrNotExist) {
+		return "", nil
+	}
+	if err != nil {
+		return "", err
+	}
+	whose, _, err := readLock(f)
+	return whose, errors.Join(err, f.Close())
+}
+
 // Read returns what the spool in dir keeps, by boot and sequence number: the sealed reports that the history is not known to
 // have, and some that it has, and what is counted and not sealed, as the reports that it would make now. It changes nothing and
-// takes no lock, so that the gateway may run meanwhile.
+// takes no lock, so that the gateway may run meanwhile. They are gateway's where the folder does not say whose it is.
 func Read(dir, gateway string) ([]*schemas.Report, error) {
-	all, err := read(dir, gateway)
+	whose, err := owner(dir)
+	if err != nil {
+		return nil, fmt.Errorf("read spool %s: %w", dir, err)
+	}
+	all, err := read(dir, cmp.Or(whose, gateway))
 	if err != nil {
 		return nil, fmt.Errorf("read spool %s: %w", dir, err)
 	}

@@ -278,7 +278,7 @@ func (s *Spool) lockAgain() error {
 	if err := os.MkdirAll(s.dir, 0o700); err != nil {
 		return err
 	}
-	lock, err := lockDir(s.dir)
+	lock, err := lockDir(s.dir, s.gateway)
 	if err != nil {
 		return err
 	}

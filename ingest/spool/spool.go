@@ -7,6 +7,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"io"
 	"io/fs"
 	"log/slog"
 	"os"
@@ -52,8 +53,11 @@ func (c Config) withDefaults() Config {
 	return c
 }
 
-// ErrInUse is in the chain of the error when another process has the folder.
-var ErrInUse = errors.New("another process uses it")
+// ErrInUse is in the chain of the error when another process has the folder, and ErrNotOurs when it is another gateway's.
+var (
+	ErrInUse   = errors.New("another process uses it")
+	ErrNotOurs = errors.New("it is another gateway's")
+)
 
 // Metrics are shared by all spools of a process.
 type Metrics struct {
@@ -179,7 +183,8 @@ type entry struct {
 	next   time.Time       // no sooner again than this
 }
 
-// Open opens the spool in dir for a new life of the gateway, named boot, and makes dir if there is none. What earlier
+// Open opens the spool in dir for a new life of the gateway, named boot, and makes dir if there is none. The folder is that gateway's from
+// its first life on, wherever it is moved or copied: under another name, what the history has would count again. What earlier
 // lives have left is there to be sent: their reports, and their counts, sealed as further reports of theirs. After a
 // power cut, counts are reports of this boot, for what the dead one sent last may not be on disk. m may be nil.
 func Open(cfg Config, dir, gateway, boot string, log *slog.Logger, m *Metrics) (*Spool, error) {
@@ -203,7 +208,7 @@ func (s *Spool) open() (err error) {
 	if err := os.MkdirAll(s.dir, 0o700); err != nil {
 		return err
 	}
-	if s.lock, err = lockDir(s.dir); err != nil {
+	if s.lock, err = lockDir(s.dir, s.gateway); err != nil {
 		return err
 	}
 	known, err := s.readSegments()
@@ -230,8 +235,9 @@ func (s *Spool) open() (err error) {
 	return nil
 }
 
-func lockDir(dir string) (*os.File, error) {
-	f, err := os.OpenFile(filepath.Join(dir, "lock"), os.O_RDWR|os.O_CREATE, 0o600)
+// lockDir takes the folder for a gateway, and writes down in the lock file whose it is. One that says nothing, of an older weir, is ours.
+func lockDir(dir, gateway string) (*os.File, error) {
+	f, err := os.OpenFile(filepath.Join(dir, lockName), os.O_RDWR|os.O_CREATE, 0o600)
 	if err != nil {
 		return nil, err
 	}
@@ -240,17 +246,50 @@ func lockDir(dir string) (*os.File, error) {
 		time.Sleep(5 * time.Millisecond)
 		err = syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB)
 	}
+	whose, process, failed := readLock(f)
+	switch {
+	case errors.Is(err, syscall.EWOULDBLOCK):
+		err = fmt.Errorf("%w (process %s): each gateway needs a folder of its own", ErrInUse, process)
+	case err == nil && failed != nil:
+		err = failed
+	case err == nil && whose != "" && whose != gateway:
+		err = fmt.Errorf("%w: usage in it is %s's, and could count twice as %s's: move it back to where a gateway named %s looks, or away if it is a copy, and start again", ErrNotOurs, whose, gateway, whose)
+	}
 	if err != nil {
-		who := make([]byte, 20)
-		n, _ := f.Read(who)
-		if errors.Is(err, syscall.EWOULDBLOCK) {
-			err = fmt.Errorf("%w (process %s): each gateway needs a folder of its own", ErrInUse, strings.TrimSpace(string(who[:n])))
-		}
 		return nil, errors.Join(err, f.Close())
 	}
-	_ = f.Truncate(0)
-	_, _ = fmt.Fprintf(f, "%d\n", os.Getpid()) // for the message above only
+	head := lockHead + gateway + "\n"
+	if whose == "" {
+		if err := errors.Join(f.Truncate(0), write(f, head, 0), f.Sync()); err != nil {
+			return f, nil // a disk that is full: the next life says it
+		}
+	}
+	_ = f.Truncate(int64(len(head)))
+	_ = write(f, fmt.Sprintln(os.Getpid()), len(head)) // for the message above only
 	return f, nil
+}
+
+func write(f *os.File, text string, at int) error {
+	_, err := f.WriteAt([]byte(text), int64(at))
+	return err
+}
+
+const (
+	lockName = "lock"
+	lockHead = "gateway " // before the name, in the first line; the second one is the process
+)
+
+// readLock reads whose a spool is, and which process had it last.
+func readLock(f *os.File) (gateway, process string, err error) {
+	b, err := io.ReadAll(io.NewSectionReader(f, 0, 256))
+	if err != nil {
+		return "", "", err
+	}
+	process = string(b)
+	if line, rest, ok := strings.Cut(process, "\n"); ok && strings.HasPrefix(line, lockHead) {
+		gateway, process = strings.TrimPrefix(line, lockHead), rest
+	}
+	return gateway, strings.TrimSpace(process), nil
 }
 
 // kernelLife names the time since the machine was started; it is empty when nobody knows.

@@ -225,6 +225,46 @@ func TestTwoProcessesDoNotShareAFolder(t *testing.T) {
 	open(t, Config{}, dir, "two", nil)
 }
 
+// A folder that was moved or copied to where another gateway looks is not that one's: what the history has of it would count again. One of an
+// older weir, which does not say whose it is, is its first user's.
+func TestAFolderIsItsGateways(t *testing.T) {
+	dir := filepath.Join(t.TempDir(), "spool")
+	if err := open(t, Config{}, dir, "one", nil).Close(); err != nil {
+		t.Fatal(err)
+	}
+	for range 2 { // each life writes another process
+		s := open(t, Config{}, dir, "two", nil)
+		add(t, s, 1, report("two", 1, 5))
+		if err := s.Close(); err != nil {
+			t.Fatal(err)
+		}
+		copied := filepath.Join(t.TempDir(), "copied")
+		if err := os.CopyFS(copied, os.DirFS(dir)); err != nil {
+			t.Fatal(err)
+		}
+		if s, err := Open(Config{}, copied, "other", "three", quiet, nil); s != nil || !errors.Is(err, ErrNotOurs) || !strings.Contains(err.Error(), "usage in it is gw's") || strings.Contains(err.Error(), "\n") {
+			t.Errorf("Open under another name = %v, want ErrNotOurs and whose it is, in one line", err)
+		}
+		if all, err := Read(copied, "other"); err != nil || len(all) != 1 || all[0].Gateway != "gw" {
+			t.Errorf("Read = %v, %v, want a report of gw", all, err)
+		}
+		if got := ids(open(t, Config{}, copied, "three", nil)); len(got) != 1 {
+			t.Errorf("its own gateway has %v, want its report", got)
+		}
+	}
+	for _, old := range []string{"", "12345\n", "gateway g"} {
+		if err := os.WriteFile(filepath.Join(dir, lockName), []byte(old), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		if err := open(t, Config{}, dir, "three", nil).Close(); err != nil {
+			t.Fatal(err)
+		}
+		if b, err := os.ReadFile(filepath.Join(dir, lockName)); err != nil || string(b) != fmt.Sprintf("gateway gw\n%d\n", os.Getpid()) {
+			t.Errorf("the lock of one that said %q says %q, %v", old, b, err)
+		}
+	}
+}
+
 // Whatever lies between seal and trim when the process ends, the next one has exactly what is not sealed and not stored.
 func TestEveryCrashPointOfASeal(t *testing.T) {
 	for _, point := range []string{"counted", "appended", "written", "synced", "forgotten", "stored"} {

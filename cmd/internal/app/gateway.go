@@ -97,7 +97,7 @@ func NewGateway(cfg GatewayConfig, policy *Policy, nc *nats.Conn, m *Metrics, st
 				return nil
 			}
 			stack.Defer("spool of "+cfg.Name, kept.Close)
-		case errors.Is(err, spool.ErrInUse):
+		case errors.Is(err, spool.ErrInUse), errors.Is(err, spool.ErrNotOurs):
 			return nil, fmt.Errorf("gateway %s: %w", cfg.Name, err)
 		default: // requests matter more
 			m.spool.Degraded.Inc()
