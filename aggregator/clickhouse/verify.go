@@ -76,7 +76,8 @@ func (s *Store) Tails(ctx context.Context, from, to, told, alive time.Time) ([]T
 	return out, err
 }
 
-// Uneven is a difference between two accounts of what one gateway saw in one hour.
+// Uneven is a difference between two accounts of what one gateway saw in one hour. Where one hour has reports of which there is too little
+// and others of which there is too much, it has one of each: neither makes up for the other.
 type Uneven struct {
 	Gateway, Boot string
 	Rule, Key     string // of a bucket; empty for all requests
@@ -97,7 +98,7 @@ func (s *Store) UnevenReports(ctx context.Context, from, to time.Time) ([]Uneven
 				SELECT gateway, boot, seq, toInt64(0), toUInt64(0), allowed + rejected FROM usage FINAL WHERE `+received+`
 					AND ts >= fromUnixTimestamp64Milli({first:Int64}, 'UTC') AND ts < fromUnixTimestamp64Milli({last:Int64}, 'UTC')
 			) GROUP BY gateway, boot, seq
-		) WHERE hour > 0 AND said != have GROUP BY gateway, boot, hour ORDER BY hour, gateway, boot`+final, args)
+		) WHERE hour > 0 AND said != have GROUP BY gateway, boot, hour, have > said ORDER BY hour, gateway, boot, have > said`+final, args)
 }
 
 // Orphans are rows of usage whose report is not stored: they were copied or made up, or the batch that they are of is stored in part.
@@ -139,7 +140,7 @@ func (s *Store) UnevenTokens(ctx context.Context, from, to time.Time) ([]Uneven,
 			SELECT gateway, boot, rule, key, ts, taken, greatest(0, toInt64(cum) - ifNull(max(if(taken > 0, toInt64(cum), NULL)) OVER
 				(PARTITION BY gateway, boot, incarnation, rule, key ORDER BY seq, entry ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING), toInt64(cum) - toInt64(taken))) AS grown
 			FROM tokens FINAL WHERE `+within+`
-		) WHERE grown != toInt64(taken) GROUP BY gateway, boot, rule, key, hour ORDER BY hour, gateway, boot, rule, key`+final, window(from, to))
+		) WHERE grown != toInt64(taken) GROUP BY gateway, boot, rule, key, hour, taken > grown ORDER BY hour, gateway, boot, rule, key, taken > grown`+final, window(from, to))
 }
 
 func (s *Store) uneven(ctx context.Context, doing, sql string, args []any) ([]Uneven, error) {

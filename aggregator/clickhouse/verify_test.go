@@ -68,6 +68,31 @@ func TestAccounts(t *testing.T) {
 	}
 }
 
+// What is doubled does not make up for what is lost, of reports and of one bucket's counts alike: each is told with the numbers of what it
+// concerns alone.
+func TestSurplusAndLackAreApart(t *testing.T) {
+	s := fresh(t)
+	hour := noon.Add(time.Hour)
+	var all []*schemas.Report
+	for i, k := range []schemas.Tokens{{Taken: 3, Cum: 3}, {Taken: 2, Cum: 6}, {Taken: 1, Cum: 6}} { // report 2 lacks one, and 3 has one too many
+		k.Rule, k.Key = "contract", "k"
+		r := reportAt("a", uint64(i+1), noon, 5)
+		r.SealedAt, r.Tokens = hour, []schemas.Tokens{k}
+		all = append(all, r)
+	}
+	store(t, s, batchOf(1, all...))
+	run(t, s, "INSERT INTO usage SELECT * REPLACE (entry + 100 AS entry) FROM usage WHERE seq = 1")
+	run(t, s, "DELETE FROM usage WHERE seq = 2 SETTINGS mutations_sync = 2")
+	reports, err := s.UnevenReports(t.Context(), hour, hour.Add(time.Hour))
+	if want := []Uneven{{"a", "boot-a", "", "", hour, 15, 0}, {"a", "boot-a", "", "", hour, 15, 30}}; err != nil || !slices.Equal(reports, want) {
+		t.Errorf("reports = %+v, %v, want %+v", reports, err, want)
+	}
+	tokens, err := s.UnevenTokens(t.Context(), hour, hour.Add(time.Hour))
+	if want := []Uneven{{"a", "boot-a", "contract", "k", hour, 3, 2}, {"a", "boot-a", "contract", "k", hour, 0, 1}}; err != nil || !slices.Equal(tokens, want) {
+		t.Errorf("tokens = %+v, %v, want %+v", tokens, err, want)
+	}
+}
+
 // The last reports of a boot are missed by what its heartbeats told, in the hour in which they told it first, and whether its gateway may
 // have them yet is known.
 func TestTails(t *testing.T) {

@@ -42,7 +42,7 @@ type Difference struct {
 	Rule    string    `json:"rule,omitempty"`
 	Key     string    `json:"key,omitempty"` // of the bucket, or the tenant
 	Hour    time.Time `json:"hour"`
-	Want    int64     `json:"want"`
+	Want    int64     `json:"want"` // requests, or tokens of a bucket; of a roll-up tokens where the requests are the same
 	Have    int64     `json:"have"`
 	Detail  string    `json:"detail,omitempty"`
 }
@@ -547,13 +547,12 @@ func (b Books) rollups(ctx context.Context, r *Reconciliation, known *outside) e
 		return err
 	}
 	for _, g := range gaps {
-		d := g.Allowed + g.Rejected
 		cause, detail := CauseLost, "the roll-up lacks it: weir history rebuild makes them equal"
 		if g.Allowed < 0 || g.Rejected < 0 || g.Cost < 0 { // a rebuild would make the roll-up forget what the ledger may have lost
 			cause, detail = CauseUnclear, "lost from the ledger, or doubled in the roll-up: find out which before anything is rebuilt; where all roll-ups have it, it was there"
 		}
-		r.add(Difference{Between: g.Rollup, Cause: cause, Key: g.Tenant, Rule: g.Rule, Hour: g.Time.Truncate(time.Hour), Want: d,
-			Detail: fmt.Sprintf("%s, route %s, the ledger less the roll-up: %s", g.Time.Format(time.RFC3339), g.Route, detail)})
+		r.add(Difference{Between: g.Rollup, Cause: cause, Key: g.Tenant, Rule: g.Rule, Hour: g.Time.Truncate(time.Hour), Want: cmp.Or(g.Allowed+g.Rejected, g.Allowed, g.Cost),
+			Detail: fmt.Sprintf("%s, route %s, the ledger less the roll-up (allowed %+d, rejected %+d, cost %+d): %s", g.Time.Format(time.RFC3339), g.Route, g.Allowed, g.Rejected, g.Cost, detail)})
 	}
 	return nil
 }

@@ -269,6 +269,14 @@ func TestReconcile(t *testing.T) {
 	c.becomes("")
 	c.exec("INSERT INTO usage SELECT * REPLACE (99 AS entry) FROM usage WHERE seq = 2 LIMIT 1")
 	c.becomesLike("usage doubled 4/2")
+	// What is lost beside it does not make up for it; and a roll-up has tokens of no request.
+	c.exec("DELETE FROM usage WHERE seq = 3 SETTINGS mutations_sync = 2")
+	c.becomesLike("usage lost 0/2")
+	c.becomesLike("usage doubled 4/2")
+	c.exec("INSERT INTO usage_1h SELECT * REPLACE ('another' AS route, toUInt64(0) AS allowed, toUInt64(0) AS rejected, toUInt64(5) AS cost) FROM usage_1h LIMIT 1")
+	if d := c.find("usage_1h lost or doubled 0/-5"); d == nil || !strings.Contains(d.Detail, "(allowed +0, rejected +0, cost -5)") {
+		t.Errorf("difference = %+v, want 5 tokens too many in usage_1h", d)
+	}
 }
 
 // What a gateway had and cannot read is lost, whatever the accounts of the others say, until somebody has taken the file away; a gateway
