@@ -31,9 +31,10 @@ func (c *Counts) add(d Counts) {
 
 // Totals are the counts of everybody.
 type Totals struct {
-	From     time.Time `json:"from"`
-	To       time.Time `json:"to"`
-	Requests int64     `json:"requests"`
+	From      time.Time `json:"from"`
+	To        time.Time `json:"to"`
+	Requests  int64     `json:"requests"`
+	Corrected int64     `json:"corrected,omitempty"` // of them by corrections: what the ledger has is the rest
 	Counts
 }
 
@@ -44,11 +45,14 @@ func (s *Store) Totals(ctx context.Context, from, to time.Time) (Totals, error) 
 	defer cancel()
 	t := Totals{From: from.UTC(), To: to.UTC()}
 	to = wholeHour(to)
-	usage, args := usageIn([]segment{{ledger, from, to}, corrections(from, to)}, "true")
-	err := s.conn.QueryRow(ctx, `SELECT `+sums+` FROM `+usage+` AS u`+final, args...).
-		Scan(&t.Allowed, &t.Rejected, &t.Cost)
-	if err != nil {
-		return Totals{}, s.explain("count requests", err)
+	for _, part := range []segment{{ledger, from, to}, corrections(from, to)} {
+		var c Counts
+		usage, args := usageIn([]segment{part}, "true")
+		if err := s.conn.QueryRow(ctx, `SELECT `+sums+` FROM `+usage+` AS u`+final, args...).Scan(&c.Allowed, &c.Rejected, &c.Cost); err != nil {
+			return Totals{}, s.explain("count requests", err)
+		}
+		t.add(c)
+		t.Corrected = c.Requests() // of the last part
 	}
 	t.Requests = t.Counts.Requests()
 	return t, nil

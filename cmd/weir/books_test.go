@@ -359,6 +359,13 @@ func TestHistoryCorrect(t *testing.T) {
 	if len(top) != 1 || top[0].Tenant != "acme" || top[0].Allowed != 4-1+3 {
 		t.Errorf("usage top = %+v, want the corrections in it", top)
 	}
+	// Verify is about what was reported.
+	verified, _, _ := weir(t, append(append([]string{"history", "verify"}, p.period()...), p.flags...)...)
+	p.wants(verified, ", 4 requests (corrections, apart: +2), ")
+	var v struct{ Requests, Corrected int64 }
+	if out, _, _ := weir(t, append(append([]string{"history", "verify", "-o", "json"}, p.period()...), p.flags...)...); json.Unmarshal([]byte(out), &v) != nil || v.Requests != 4 || v.Corrected != 2 {
+		t.Errorf("verify = %+v, want 4 requests and 2 by corrections", v)
+	}
 	// Up to now, in hours of the clock, and what cannot have them.
 	for _, q := range []struct {
 		says  string // on standard error

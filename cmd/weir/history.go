@@ -192,7 +192,11 @@ func printReconciliation(w io.Writer, r app.Reconciliation) {
 	if !r.Equal {
 		verdict = fmt.Sprintf("%d differences", len(r.Differences))
 	}
-	text.Printf(w, "%s: %s to %s, %d requests, %d counts in Redis compared, %d journals\n", verdict, r.From.Format(time.RFC3339), r.To.Format(time.RFC3339), r.Requests, r.Counts, r.Journals)
+	corrected := ""
+	if r.Corrected != 0 {
+		corrected = fmt.Sprintf(" (corrections, apart: %+d)", r.Corrected)
+	}
+	text.Printf(w, "%s: %s to %s, %d requests%s, %d counts in Redis compared, %d journals\n", verdict, r.From.Format(time.RFC3339), r.To.Format(time.RFC3339), r.Requests, corrected, r.Counts, r.Journals)
 }
 
 func historyCorrectCommand() *cobra.Command {

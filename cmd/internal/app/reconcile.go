@@ -52,9 +52,10 @@ type Reconciliation struct {
 	From        time.Time    `json:"from"`
 	To          time.Time    `json:"to"`
 	Equal       bool         `json:"equal"`
-	Requests    int64        `json:"requests"` // by the ledger
-	Counts      int          `json:"counts"`   // cumulative counts that Redis and ClickHouse both hold
-	Journals    int          `json:"journals"` // that were read
+	Requests    int64        `json:"requests"`            // by the ledger, which is what is compared
+	Corrected   int64        `json:"corrected,omitempty"` // that corrections add to these, or take away
+	Counts      int          `json:"counts"`              // cumulative counts that Redis and ClickHouse both hold
+	Journals    int          `json:"journals"`            // that were read
 	Differences []Difference `json:"differences"`
 	Unseen      []string     `json:"unseen,omitempty"` // what there was nothing to compare with: "redis", "journals"
 	Killed      []Untold     `json:"killed,omitempty"`
@@ -114,7 +115,7 @@ func Reconcile(ctx context.Context, b Books, from, to time.Time) (Reconciliation
 	if err != nil {
 		return r, err
 	}
-	r.Requests = total.Requests
+	r.Requests, r.Corrected = total.Requests-total.Corrected, total.Corrected
 	known, err := b.outside(ctx, r.From, r.To)
 	if err != nil {
 		return r, err
