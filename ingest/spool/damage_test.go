@@ -882,6 +882,65 @@ func TestReportsThatWereCutOff(t *testing.T) {
 	}
 }
 
+// What only has a name like one of ours is told of, and stays as it is: a copy of counts under another name is not another life's, which would
+// deliver them again, and a folder keeps nothing from being delivered.
+func TestWhatIsNoneOfOurs(t *testing.T) {
+	dir, _ := leave(t)
+	counts, err := os.ReadFile(liveName(dir, "one"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	strays := []string{"live-other", "live-one.bak", "live-", "live-folder", "00000000000000aa-01020304.seg", "x.seg", "new-folder"}
+	for _, name := range strays[:3] {
+		if err := os.WriteFile(filepath.Join(dir, name), counts, 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for _, name := range strays[3:] {
+		if err := os.MkdirAll(filepath.Join(dir, name, "in it"), 0o700); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if all, err := Read(dir, "gw"); err != nil || len(all) != 4 {
+		t.Errorf("Read = %v, %v, want 4 reports", all, err)
+	}
+	if all, err := Damaged(dir); err != nil || len(all) != 0 {
+		t.Errorf("Damaged = %v, %v, want nothing", all, err)
+	}
+	s, m, out := openNext(t, dir)
+	if all, want := ids(s), "[one-1 one-2 one-3 one-4]"; fmt.Sprint(all) != want || testutil.ToFloat64(m.Damaged) != 0 || testutil.ToFloat64(m.Recovered) != 7 {
+		t.Errorf("sent %v with %v damaged, %v recovered, want %s, none and 7", all, testutil.ToFloat64(m.Damaged), testutil.ToFloat64(m.Recovered), want)
+	}
+	if n := strings.Count(out.String(), noneOfOurs); n != len(strays)-1 || s.Troubled() {
+		t.Errorf("told %d times, want once of each:\n%s", n, out.String())
+	}
+	for _, name := range strays {
+		if _, err := os.Stat(filepath.Join(dir, name)); err != nil {
+			t.Errorf("it did not stay: %v", err)
+		}
+	}
+}
+
+// Counts of before their boot was written down are of the one that their file is named after.
+func TestCountsThatDoNotSayTheirBoot(t *testing.T) {
+	dir, _ := leave(t)
+	name := liveName(dir, "one")
+	b, err := os.ReadFile(name)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for at := 0; at <= 2048; at += 2048 {
+		clear(b[at+80 : at+112])
+		binary.LittleEndian.PutUint32(b[at+124:], crc32.Checksum(b[at:at+124], castagnoli))
+	}
+	if err := os.WriteFile(name, b, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if s, _, _ := openNext(t, dir); fmt.Sprint(ids(s)) != "[one-1 one-2 one-3 one-4]" {
+		t.Error("they are not delivered")
+	}
+}
+
 // What nobody holds is counted, sealed or not; what somebody holds is his.
 func TestAbandoned(t *testing.T) {
 	dir, _ := leave(t)

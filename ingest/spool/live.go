@@ -1,6 +1,8 @@
 package spool
 
 import (
+	"bytes"
+	"crypto/sha256"
 	"encoding/binary"
 	"errors"
 	"fmt"
@@ -15,6 +17,7 @@ import (
 	"unsafe"
 
 	"github.com/weirhq/weir/ingest"
+	"github.com/weirhq/weir/schemas"
 )
 
 // The live file of a boot holds the counts that are not sealed yet, mapped into memory and shared with the kernel: they
@@ -85,6 +88,15 @@ func bootOf(name string) (boot string, ok bool) {
 	return strings.CutPrefix(filepath.Base(name), "live-")
 }
 
+// bootSum stands for a boot in the header: a copy of a file under another name is not one of another boot.
+func bootSum(boot string) []byte {
+	sum := sha256.Sum256([]byte(boot))
+	return sum[:]
+}
+
+// errNone says that a file only has a name like one of ours.
+var errNone = errors.New("it is none of ours")
+
 // open makes the file. Its caller holds growing.
 func (l *live) open() error {
 	name := liveName(l.dir, l.boot)
@@ -93,6 +105,7 @@ func (l *live) open() error {
 	copy(h, liveMagic)
 	binary.LittleEndian.PutUint32(h[8:], l.seed)
 	copy(h[16:80], l.kernel)
+	copy(h[80:112], bootSum(l.boot))
 	binary.LittleEndian.PutUint32(h[124:], crc32.Checksum(h[:124], castagnoli))
 	copy(block[2048:], h)
 	f, err := create(name, func(f *os.File) error {
@@ -367,7 +380,13 @@ type dead struct {
 }
 
 func openDead(name string) (*dead, error) {
-	boot, _ := bootOf(name)
+	boot, _ := bootOf(strings.TrimPrefix(filepath.Base(name), aside))
+	if err := schemas.ValidName(boot); err != nil {
+		return nil, fmt.Errorf("%w: %w", errNone, err)
+	}
+	if !maybeFile(name) {
+		return nil, fmt.Errorf("%w: it is no file", errNone)
+	}
 	f, err := os.Open(name)
 	if err != nil {
 		return nil, err
@@ -383,6 +402,9 @@ func openDead(name string) (*dead, error) {
 		}
 		if h[7] != liveMagic[7] {
 			return nil, errors.Join(fmt.Errorf("%w: version %c, want %c", errNewer, h[7], liveMagic[7]), f.Close())
+		}
+		if sum := h[80:112]; !zeros(sum) && !bytes.Equal(sum, bootSum(boot)) { // zeros: made before this was written down
+			return nil, errors.Join(fmt.Errorf("%w: its counts are of another life than its name says", errNone), f.Close())
 		}
 		return &dead{boot: boot, kernel: strings.TrimRight(string(h[16:80]), "\x00"), seed: binary.LittleEndian.Uint32(h[8:]),
 			lastSeq: binary.LittleEndian.Uint64(block[lastSeqAt:]), made: binary.LittleEndian.Uint64(block[madeAt:]), f: f,

@@ -168,7 +168,7 @@ func readLives(dir string) (all []lifeCounts, err error) {
 	}
 	for _, name := range names {
 		d, err := openDead(name)
-		if errors.Is(err, fs.ErrNotExist) || errors.Is(err, errDamaged) { // sealed while we looked, or the gateway tells of it
+		if errors.Is(err, fs.ErrNotExist) || errors.Is(err, errDamaged) || errors.Is(err, errNone) { // sealed while we looked, or the gateway tells of it
 			continue
 		}
 		if err != nil {

@@ -54,7 +54,7 @@ func segmentNames(dir string, other func(name string)) ([]string, error) {
 		if strings.HasPrefix(filepath.Base(name), aside) {
 			continue
 		}
-		if _, _, err := segmentID(name); err != nil {
+		if _, _, err := segmentID(name); err != nil || !maybeFile(name) {
 			other(filepath.Base(name))
 			continue
 		}
@@ -64,13 +64,22 @@ func segmentNames(dir string, other func(name string)) ([]string, error) {
 	return names, nil
 }
 
+// noneOfOurs is what is told of a file that only looks like one of ours. It stays as it is.
+const noneOfOurs = "a file that is none of ours is in the spool, and is passed over"
+
+// maybeFile is false for a folder, and what else is no file. What is gone may have been one.
+func maybeFile(name string) bool {
+	info, err := os.Stat(name)
+	return err != nil || info.Mode().IsRegular()
+}
+
 func segmentID(name string) (n uint64, seed uint32, err error) {
 	_, err = fmt.Sscanf(filepath.Base(name), "%16x-%8x.seg", &n, &seed)
 	return n, seed, err
 }
 
 func (s *Spool) readSegments() (map[string]bootKnown, error) {
-	names, err := segmentNames(s.dir, func(name string) { s.log.Error("a file that is none of ours is in the spool", "file", name) })
+	names, err := segmentNames(s.dir, func(name string) { s.log.Error(noneOfOurs, "file", name) })
 	if err != nil {
 		return nil, err
 	}
@@ -313,6 +322,9 @@ func (s *Spool) take(l *life) (reports int, err error) {
 	case errors.Is(err, errNewer):
 		s.note(newer, fmt.Errorf("%s: %w", filepath.Base(l.name), err))
 		return 0, nil
+	case errors.Is(err, errNone):
+		s.log.Error(noneOfOurs, "file", filepath.Base(l.name), "err", err)
+		return 0, nil
 	case errors.Is(err, errDamaged):
 		s.m.Damaged.Inc()
 		s.log.Error("a file of counts is damaged, or cut off: the usage in it is not delivered, and it is kept aside", "file", filepath.Base(l.name), "as", aside+filepath.Base(l.name))
@@ -351,6 +363,9 @@ func (s *Spool) sweep() (names []string, err error) {
 		return nil, err
 	}
 	for _, name := range half {
+		if !maybeFile(name) {
+			continue
+		}
 		if err := os.Remove(name); err != nil {
 			return nil, err
 		}
