@@ -221,7 +221,7 @@ func random(t *rapid.T) *Report {
 		} else {
 			u.Allowed = part("allowed", MaxReportRequests)
 		}
-		if u.Cost = part("cost", MaxReportCost); u.Cost == 0 {
+		if u.Cost = part("cost", MaxReportCost); u.Cost == 0 || u.Allowed+u.Rejected == 0 {
 			u.Cost = u.Allowed + u.Rejected
 		}
 		r.Usage = append(r.Usage, u)
@@ -328,6 +328,8 @@ func TestBadReports(t *testing.T) {
 		{"seq negative", subject, ContentJSON, `{"boot":"b","seq":-1}`, ReasonMalformed, ""},
 		{"tenant too long", subject, ContentJSON, entry(`{"ts":"2026-11-29T10:00:00Z","tenant":"` + long + `","route":"r"}`), ReasonInvalid, "usage[1].tenant"},
 		{"rejected by nobody", subject, ContentJSON, entry(`{` + good + `,"rejected":1}`), ReasonInvalid, "usage[1].rule"},
+		{"cost of no request", subject, ContentJSON, entry(`{` + good + `,"cost":500}`), ReasonInvalid, "usage[1].cost"},
+		{"cost of no request, with a rule", subject, ContentJSON, entry(`{` + good + `,"rule":"r","allowed":0,"rejected":0,"cost":1}`), ReasonInvalid, "usage[1].cost"},
 		{"ts missing", subject, ContentJSON, entry(`{"tenant":"a","route":"r"}`), ReasonTime, "usage[1].ts"},
 		{"ts not a time", subject, ContentJSON, entry(`{"ts":"yesterday","tenant":"a","route":"r"}`), ReasonMalformed, ""},
 		{"ts a number", subject, ContentJSON, entry(`{"ts":1751329800,"tenant":"a","route":"r"}`), ReasonMalformed, ""},

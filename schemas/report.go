@@ -52,7 +52,7 @@ type Usage struct {
 	Layer    string    `json:"layer,omitempty"` // the refusing rule's layer, empty when allowed
 	Allowed  uint64    `json:"allowed,omitempty"`
 	Rejected uint64    `json:"rejected,omitempty"`
-	Cost     uint64    `json:"cost,omitempty"` // tokens asked for by these requests; absent means one each
+	Cost     uint64    `json:"cost,omitempty"` // tokens asked for by these requests, refused ones too; absent means one each, and without requests there are none
 }
 
 // Tokens is one bucket in one flush: the curve of its level, and what the centre needs to divide its limit.
@@ -167,6 +167,9 @@ func (u *Usage) validate(at string, arrived time.Time) error {
 	}
 	if u.Rejected > 0 && u.Rule == "" {
 		return invalid(at+".rule", "is missing though %d were rejected", u.Rejected)
+	}
+	if u.Cost > 0 && u.Allowed == 0 && u.Rejected == 0 { // it would be charged, and be in no count of requests
+		return invalid(at+".cost", "is %d, of no request", u.Cost)
 	}
 	return validCounts(at, count{"allowed", u.Allowed, MaxReportRequests}, count{"rejected", u.Rejected, MaxReportRequests}, count{"cost", u.Cost, MaxReportCost})
 }
