@@ -200,6 +200,22 @@ func TestHistoryVerify(t *testing.T) {
 		t.Errorf("%q, %q, want one line", out, stderr)
 	}
 
+	// An hour that is not over is left out, and looked at when there is no other.
+	for last, present := range map[string]bool{"24h": false, "1s": true} {
+		began := time.Now()
+		var is struct{ From, To time.Time }
+		out, stderr, _ := weir(t, append([]string{"history", "verify", "--last", last, "-o", "json"}, p.flags...)...)
+		if err := json.Unmarshal([]byte(out), &is); err != nil {
+			t.Fatalf("%v in %q, %q", err, out, stderr)
+		}
+		if present == is.To.Before(began) || !is.From.Equal(is.From.Truncate(time.Hour)) {
+			t.Errorf("verify --last %s is about %s to %s", last, is.From, is.To)
+		}
+	}
+	if out, _, _ := weir(t, "history", "verify", "--help"); !strings.Contains(out, "unless the time has no other: --last 1s takes it") {
+		t.Errorf("verify --help does not say what --last 1s is about: %q", out)
+	}
+
 	p.publish("acme", 5) // and 4 is nowhere
 	p.stored(4)
 	out, stderr = p.weir(exitFailed, verify...)

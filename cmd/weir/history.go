@@ -106,7 +106,8 @@ read whole is lost, whichever hours are looked at, until somebody has taken it a
 Where there was nothing to compare with, in Redis or for want of --journal, it says so. No difference, and said apart: what the
 buckets of a process that ended before it had sealed all that it counted gave after their last report, which Redis never hears of.
 The table has 50 at most of the differences of one hour, cause and boot, and says how many more there are; -o json has all. It exits
-0 when all is equal, 1 when something differs, 3 when a server is unreachable. Hours that are not over are left out unless --to names one.`,
+0 when all is equal, 1 when something differs, 3 when a server is unreachable. Without --to, the hour that is not over is left out,
+unless the time has no other: --last 1s takes it, as far as it has come.`,
 		Example: "  weir history verify --last 24h\n  weir history verify --from 2026-11-29T10:00:00Z --to 2026-11-29T11:00:00Z --journal /var/lib/weir -o json",
 		Args:    noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
