@@ -285,7 +285,7 @@ func (r *Reporter) Run(ctx context.Context) error {
 	}
 	if r.cfg.Spool != nil {
 		if lost := r.cfg.Spool.InMemory(); lost > 0 {
-			return fmt.Errorf("drain usage of gateway %s: %d of %d requests are lost: neither the disk nor the stream took them", r.gateway, lost, requests)
+			return fmt.Errorf("drain usage of gateway %s: %d of %d requests are lost: neither the disk nor the stream has them", r.gateway, lost, requests)
 		}
 		r.log.Info("usage stays in the spool, the next start delivers it", "reports", reports, "requests", requests)
 		return nil

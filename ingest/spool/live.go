@@ -8,8 +8,10 @@ import (
 	"fmt"
 	"hash/crc32"
 	"io"
+	"maps"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -307,8 +309,9 @@ func (l *live) forget(gen uint32) {
 	}
 }
 
-// inMemory is the number of requests in cells that are not in the file. Nobody may be counting.
+// inMemory is the number of requests in cells that are not in the file, or in one that is not in the folder any more. Nobody may be counting.
 func (l *live) inMemory() (requests uint64) {
+	inPlace := l.inPlace()
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	for _, cells := range l.volatile {
@@ -317,7 +320,34 @@ func (l *live) inMemory() (requests uint64) {
 			requests += n
 		}
 	}
+	lost := slices.Collect(maps.Values(l.gone))
+	if !inPlace {
+		lost = slices.AppendSeq(lost, maps.Values(l.taken))
+	}
+	for _, chunk := range slices.Concat(lost...) {
+		used := int(uint32(atomic.LoadUint64(word(chunk))))
+		for at := chunkHead; at < used; {
+			n, _, _ := (*ingest.Cell)(unsafe.Pointer(&chunk[at])).Read()
+			requests += n
+			_, end := textsOf(chunk[at:used])
+			at += (end + 7) &^ 7
+		}
+	}
 	return requests
+}
+
+// textsOf reads the texts of the entry that e begins with, and where they end; that is beyond e where they are damaged.
+func textsOf(e []byte) (texts [4]string, end int) {
+	end = entryBytes
+	for i := range texts {
+		n := int(binary.LittleEndian.Uint16(e[40+2*i:]))
+		if end+n > len(e) {
+			return texts, len(e) + 1
+		}
+		texts[i] = string(e[end : end+n])
+		end += n
+	}
+	return texts, end
 }
 
 // setLastSeq writes down the number of the boot's last report.
@@ -443,17 +473,7 @@ func (d *dead) each(sealed uint32, f func(generation uint32, c *ingest.Cell, tex
 				break
 			}
 			e := chunk[at:whole]
-			end := entryBytes
-			var texts [4]string
-			for i := range texts {
-				n := int(binary.LittleEndian.Uint16(e[40+2*i:]))
-				if end+n > len(e) {
-					end = len(e) + 1
-					break
-				}
-				texts[i] = string(e[end : end+n])
-				end += n
-			}
+			texts, end := textsOf(e)
 			if end > len(e) || binary.LittleEndian.Uint32(e[36:]) != entrySum(d.seed, e[:end]) || binary.LittleEndian.Uint32(e[cellBytes:]) != gen {
 				damaged++ // and there is no way to the next one
 				break

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"os"
 	"path/filepath"
 	"runtime"
 	"strings"
@@ -169,6 +170,77 @@ func TestStopBeforeAHangingServer(t *testing.T) {
 		if err := s.Close(); err != nil {
 			t.Error(err)
 		}
+	})
+}
+
+// What was in files that were taken away goes with the process when the stream has not taken it: the end of the gateway is an error with the
+// number, whether it was sealed or not.
+func TestStopWithoutItsFiles(t *testing.T) {
+	files := func(t *testing.T, dir, pattern string) {
+		names, err := filepath.Glob(filepath.Join(dir, pattern))
+		if err != nil || len(names) == 0 {
+			t.Fatal(names, err)
+		}
+		for _, name := range names {
+			if err := os.Remove(name); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	for name, c := range map[string]struct {
+		take func(*testing.T, string)
+		lost uint64
+	}{
+		"reports": {func(t *testing.T, dir string) { files(t, dir, "*.seg") }, 5},
+		"counts":  {func(t *testing.T, dir string) { files(t, dir, "live-*") }, 7},
+		"all":     {func(t *testing.T, dir string) { files(t, dir, "*") }, 12},
+		"the folder, and a file is there": {func(t *testing.T, dir string) {
+			if err := errors.Join(os.Rename(dir, dir+".moved"), os.WriteFile(dir, nil, 0o600)); err != nil {
+				t.Fatal(err)
+			}
+		}, 12},
+		"nothing": {func(*testing.T, string) {}, 0},
+	} {
+		t.Run(name, func(t *testing.T) {
+			for _, looked := range []bool{true, false} {
+				dir := filepath.Join(t.TempDir(), "spool")
+				s := open(t, Config{}, dir, "one", nil)
+				add(t, s, 1, report("one", 1, 5))
+				count(s, 2, "t", 4)
+				for n := range 300 { // more than a chunk
+					s.Cell(0, 2, 1, fmt.Sprint("tenant-", n), "r", "", "")
+				}
+				count(s, 2, "u", 3)
+				c.take(t, dir)
+				if looked {
+					if s.Recover(); s.Troubled() != (c.lost > 0) {
+						t.Errorf("trouble %v, want some if anything is lost", s.trouble)
+					}
+				}
+				if n := s.InMemory(); n != c.lost {
+					t.Errorf("looked %v: %d requests go with the process, want %d", looked, n, c.lost)
+				}
+				if err := s.Close(); err != nil {
+					t.Error(err)
+				}
+			}
+		})
+	}
+	t.Run("and a hanging server", func(t *testing.T) {
+		synctest.Test(t, func(t *testing.T) {
+			dir, far, s := hanging(t)
+			r, stop := start(t, s, "one", far)
+			r.Count(time.Now(), "t", "route", "", "", 1)
+			time.Sleep(3 * time.Second)
+			files(t, dir, "*")
+			time.Sleep(3 * time.Second)
+			if err := stop(); err == nil || !strings.Contains(err.Error(), "1 of 1 requests are lost") {
+				t.Errorf("Run = %v, want the number that is lost", err)
+			}
+			if err := s.Close(); err != nil {
+				t.Error(err)
+			}
+		})
 	})
 }
 

@@ -9,6 +9,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"syscall"
 	"time"
 
 	"github.com/weirhq/weir/ingest"
@@ -237,6 +238,7 @@ func (s *Spool) look() {
 	s.mu.Unlock()
 	noFile, noLive := active != nil && !inPlace(active.f), !s.live.inPlace()
 	if noFile || noLive {
+		s.miss()
 		if err := s.lockAgain(); err != nil { // the folder may be somebody else's now
 			s.note(deleted, fmt.Errorf("%w, and no new ones can be made: %w", errGone, err))
 			return
@@ -248,13 +250,6 @@ func (s *Spool) look() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if noFile && s.active == active {
-		seen := map[*segment]bool{}
-		for _, e := range slices.Concat(s.unsent, s.behind, s.waiting, s.buckets) {
-			if e.seg != nil && !seen[e.seg] && !slices.Contains(s.gone, e.seg) && !inPlace(e.seg.f) {
-				s.gone = append(s.gone, e.seg)
-			}
-			seen[e.seg] = true
-		}
 		s.roll()
 	}
 	s.gone = slices.DeleteFunc(s.gone, func(seg *segment) bool { return seg.left == 0 })
@@ -266,6 +261,19 @@ func (s *Spool) look() {
 	}
 }
 
+// miss notes which files with something that is needed are not in the folder any more.
+func (s *Spool) miss() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	seen := map[*segment]bool{}
+	for _, e := range slices.Concat(s.unsent, s.behind, s.waiting, s.buckets) {
+		if e.seg != nil && !seen[e.seg] && !slices.Contains(s.gone, e.seg) && !inPlace(e.seg.f) {
+			s.gone = append(s.gone, e.seg)
+		}
+		seen[e.seg] = true
+	}
+}
+
 // inPlace says that a file is in its folder, under its name, or that nobody knows.
 func inPlace(f *os.File) bool {
 	ours, err := f.Stat()
@@ -274,7 +282,7 @@ func inPlace(f *os.File) bool {
 	}
 	there, err := os.Stat(f.Name())
 	if err != nil {
-		return !errors.Is(err, fs.ErrNotExist)
+		return !errors.Is(err, fs.ErrNotExist) && !errors.Is(err, syscall.ENOTDIR)
 	}
 	return os.SameFile(ours, there)
 }

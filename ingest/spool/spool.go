@@ -867,12 +867,17 @@ func (s *Spool) noteLocked(what string, err error) {
 }
 
 // InMemory is the number of requests that are gone with the process: in counts for which there was no room on disk, and in reports that
-// are not in the stream yet. It is called when nobody counts any more.
+// are not in the stream yet; what was in files that are not in the folder any more is in memory too. It is called when nobody counts any
+// more.
 func (s *Spool) InMemory() (requests uint64) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	kept := map[*segment]bool{}
 	for _, e := range slices.Concat(s.unsent, s.behind) {
-		if e.seg == nil {
+		if _, looked := kept[e.seg]; !looked {
+			kept[e.seg] = e.seg != nil && inPlace(e.seg.f)
+		}
+		if !kept[e.seg] {
 			requests += e.requests
 		}
 	}
