@@ -155,10 +155,12 @@ func (s *Store) Correct(ctx context.Context, c Correction) (Correction, error) {
 		switch {
 		case made || errors.Is(err, ErrCorrection):
 			return c, err
-		case unsure != nil && !refusal(unsure):
-			return c, fmt.Errorf("%w (whether correction %q is stored is unknown: the same ref again tells)", s.explain(doing, unsure), c.Ref)
 		case unsure != nil:
-			return c, s.explain(doing, unsure)
+			err := s.explain(doing, unsure)
+			if errors.Is(err, ErrRefused) || errors.Is(err, ErrDenied) || errors.Is(err, ErrSchema) { // nothing is stored then
+				return c, err
+			}
+			return c, fmt.Errorf("%w (whether correction %q is stored is unknown: the same ref again tells)", err, c.Ref)
 		case err != nil:
 			return c, err
 		}

@@ -370,6 +370,20 @@ func TestCorrectionWhoseAnswerIsLost(t *testing.T) {
 	}
 }
 
+// What a user has no right to store is known not to be stored.
+func TestCorrectionWithoutTheRight(t *testing.T) {
+	all := fresh(t)
+	store(t, all, batchOf(1, reportAt("a", 1, noon, 10)))
+	s, refused := forbidding(t, "http://"+all.opt.Addr[0]+"/weir", "INSERT INTO corrections ")
+	c := Correction{Ref: "ticket-1", Hour: noon, Gateway: "a", Tenant: "tenant-0", Route: "orders", Allowed: 5, Reason: "lost", Author: "kim"}
+	if _, err := s.Correct(t.Context(), c); refused.Load() != 1 || !errors.Is(err, ErrDenied) || !strings.Contains(err.Error(), "lacks a right") || strings.Contains(err.Error(), "unknown") {
+		t.Errorf("Correct = %v after %d refusals, want ErrDenied and no doubt after 1", err, refused.Load())
+	}
+	if _, err := all.Correct(t.Context(), c); err != nil {
+		t.Errorf("Correct by one who may = %v", err)
+	}
+}
+
 // What corrections have taken too much of is told as less than nothing, and can be put right.
 func TestLessThanNothing(t *testing.T) {
 	s := fresh(t)

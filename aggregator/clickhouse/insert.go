@@ -551,6 +551,10 @@ func insert[R any](ctx context.Context, s *Store, t table[R], token string, rows
 		n++
 		err := s.send(ctx, sql, tok, types, func(b driver.Batch) error {
 			for i, c := range t.columns {
+				// By the native protocol these are the server's own columns; by HTTP they are ours, and it compares.
+				if is := string(b.Columns()[i].Type()); is != c.typ {
+					return &Error{Kind: ErrSchema, Err: ErrSchema, Line: fmt.Sprintf("column %s of %s is %s and should be %s: run weir migrate", c.name, t.name, is, c.typ)}
+				}
 				if err := b.Column(i).Append(c.values(part)); err != nil {
 					return &Error{Kind: ErrRefused, Line: fmt.Sprintf("column %s of %s: %s", c.name, t.name, oneLine(err.Error())), Err: err}
 				}

@@ -197,8 +197,8 @@ func (e *Error) Unwrap() []error {
 // kinds are the server's exception codes that mean something to a caller.
 var kinds = map[int32]error{
 	192: ErrDenied, 193: ErrDenied, 194: ErrDenied, 497: ErrDenied, 516: ErrDenied,
-	8: ErrSchema, 10: ErrSchema, 16: ErrSchema, 47: ErrSchema, 60: ErrSchema, 81: ErrSchema,
-	6: ErrRefused, 26: ErrRefused, 27: ErrRefused, 43: ErrRefused, 53: ErrRefused, 69: ErrRefused, 70: ErrRefused, 117: ErrRefused,
+	8: ErrSchema, 10: ErrSchema, 16: ErrSchema, 47: ErrSchema, 53: ErrSchema, 60: ErrSchema, 81: ErrSchema,
+	6: ErrRefused, 26: ErrRefused, 27: ErrRefused, 43: ErrRefused, 69: ErrRefused, 70: ErrRefused, 117: ErrRefused,
 	131: ErrRefused, 349: ErrRefused, 407: ErrRefused, 469: ErrRefused,
 }
 
@@ -224,7 +224,7 @@ func (s *Store) explain(doing string, err error) error {
 				e.Line = fmt.Sprintf("%s: ClickHouse at %s: user %q lacks a right: %s", doing, at, s.user(), text)
 			}
 		case errors.Is(e.Kind, ErrSchema):
-			e.Line = fmt.Sprintf("%s: ClickHouse at %s has no schema of weir in database %q, or not all of it: run weir migrate (code %d: %s)", doing, at, s.opt.Auth.Database, ex.Code, text)
+			e.Line = fmt.Sprintf("%s: ClickHouse at %s has no schema of weir in database %q, not all of it, or another: run weir migrate (code %d: %s)", doing, at, s.opt.Auth.Database, ex.Code, text)
 		default:
 			e.Line = fmt.Sprintf("%s: ClickHouse at %s: code %d: %s", doing, at, ex.Code, text)
 		}
@@ -304,6 +304,7 @@ var insertSettings = ch.Settings{
 	"min_insert_block_size_rows_for_materialized_views":  0,
 	"min_insert_block_size_bytes_for_materialized_views": 0,
 	"max_partitions_per_insert_block":                    100, // a report spans at most 14 months
+	"input_format_native_allow_types_conversion":         0,   // a column of another type is refused, not filled with what is left of the numbers
 	"insert_deduplication_token":                         "",
 }
 

@@ -17,6 +17,7 @@ import (
 	"regexp"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -446,15 +447,14 @@ func TestErrorsAreOneClearTypedLine(t *testing.T) {
 	}
 }
 
-// What the server refuses for good is named; what may pass comes again.
-// A user that may not look at disks is told whether the server answers, no more.
-func TestPingWithoutARightToSeeDisks(t *testing.T) {
-	server := embeddedtest.ClickHouse(t)
-	to, err := url.Parse(server.URL())
+// forbidding is a store on the server at rawURL by a user that lacks the right to what, and how often that was refused.
+func forbidding(t *testing.T, rawURL, what string) (s *Store, refused *atomic.Int64) {
+	t.Helper()
+	to, err := url.Parse(rawURL)
 	if err != nil {
 		t.Fatal(err)
 	}
-	refused := 0
+	refused = &atomic.Int64{}
 	pass := httputil.NewSingleHostReverseProxy(&url.URL{Scheme: to.Scheme, Host: to.Host})
 	pass.ErrorLog = slog.NewLogLogger(slog.DiscardHandler, slog.LevelError)
 	through := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -462,8 +462,8 @@ func TestPingWithoutARightToSeeDisks(t *testing.T) {
 		if err != nil {
 			t.Error(err)
 		}
-		if strings.Contains(r.URL.RawQuery+string(body), "system.disks") {
-			refused++
+		if strings.Contains(r.URL.Query().Get("query")+string(body), what) {
+			refused.Add(1)
 			w.Header().Set("X-ClickHouse-Exception-Code", "497")
 			http.Error(w, "Code: 497. DB::Exception: weir: Not enough privileges. (ACCESS_DENIED)", http.StatusForbidden)
 			return
@@ -472,13 +472,15 @@ func TestPingWithoutARightToSeeDisks(t *testing.T) {
 		pass.ServeHTTP(w, r)
 	}))
 	t.Cleanup(through.Close)
-	s, err := Open(strings.Replace(server.URL(), to.Host, strings.TrimPrefix(through.URL, "http://"), 1), embeddedtest.Log(t))
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { _ = s.Close() })
-	if err := s.Ping(t.Context()); err != nil || refused != 1 {
-		t.Errorf("Ping = %v after %d refused questions, want nil after 1", err, refused)
+	return unmigrated(t, strings.Replace(rawURL, to.Host, strings.TrimPrefix(through.URL, "http://"), 1)), refused
+}
+
+// A user that may not look at disks is told whether the server answers, no more.
+func TestPingWithoutARightToSeeDisks(t *testing.T) {
+	server := embeddedtest.ClickHouse(t)
+	s, refused := forbidding(t, server.URL(), "system.disks")
+	if err := s.Ping(t.Context()); err != nil || refused.Load() != 1 {
+		t.Errorf("Ping = %v after %d refused questions, want nil after 1", err, refused.Load())
 	}
 	if err := server.Kill(); err != nil {
 		t.Fatal(err)
@@ -488,6 +490,7 @@ func TestPingWithoutARightToSeeDisks(t *testing.T) {
 	}
 }
 
+// What the server refuses for good is named; what may pass comes again.
 func TestRefusedForGoodAndTooManyParts(t *testing.T) {
 	s := fresh(t)
 	run(t, s, "ALTER TABLE usage ADD CONSTRAINT no_devil CHECK tenant != 'devil'")
@@ -507,6 +510,39 @@ func TestRefusedForGoodAndTooManyParts(t *testing.T) {
 	run(t, s, "ALTER TABLE usage MODIFY SETTING parts_to_throw_insert = 3000")
 	store(t, s, b)
 	wantUsage(t, s, 4, 12)
+}
+
+// A column that somebody has made too narrow takes nothing: ClickHouse would cut the numbers without a word. What is refused waits, and is
+// no dead letter, and is stored when the column is what it was, by the same store.
+func TestAColumnOfAnotherTypeCutsNothing(t *testing.T) {
+	s := fresh(t)
+	store(t, s, batchOf(1, reportAt("a", 1, noon, 2)))
+	big := reportAt("a", 2, noon, 1)
+	big.Usage[0].Allowed = 70000
+	b := batchOf(2, big)
+	run(t, s, "ALTER TABLE usage MODIFY COLUMN allowed UInt16 SETTINGS mutations_sync = 2") // beside a store that has just inserted
+	for range 2 {
+		if err := s.Reports(t.Context(), b); !errors.Is(err, ErrSchema) || errors.Is(err, ErrRefused) || !strings.Contains(err.Error(), "UInt64 to UInt16") || !strings.Contains(err.Error(), "weir migrate") {
+			t.Errorf("Reports into a narrow column = %v, want ErrSchema", err)
+		}
+	}
+	wantUsage(t, s, 2, 6)
+	run(t, s, "ALTER TABLE usage MODIFY COLUMN allowed UInt64 CODEC(T64, ZSTD(1)) SETTINGS mutations_sync = 2")
+	store(t, s, b)
+	wantUsage(t, s, 3, 70006)
+
+	run(t, s, "ALTER TABLE corrections MODIFY COLUMN allowed Int8 SETTINGS mutations_sync = 2")
+	c := Correction{Ref: "ticket-1", Hour: noon, Gateway: "a", Tenant: "tenant-0", Route: "orders", Allowed: 1000, Reason: "lost", Author: "kim"}
+	if _, err := s.Correct(t.Context(), c); !errors.Is(err, ErrSchema) || strings.Contains(err.Error(), "unknown") {
+		t.Errorf("Correct into a narrow column = %v, want ErrSchema and no doubt", err)
+	}
+	if n := number(t, s, "(SELECT count() FROM corrections)"); n != 0 {
+		t.Errorf("%d corrections are stored, want 0", n)
+	}
+	run(t, s, "ALTER TABLE corrections MODIFY COLUMN allowed Int64 SETTINGS mutations_sync = 2")
+	if _, err := s.Correct(t.Context(), c); err != nil {
+		t.Errorf("Correct after the column is what it was = %v", err)
+	}
 }
 
 func TestProblems(t *testing.T) {
