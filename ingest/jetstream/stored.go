@@ -67,9 +67,10 @@ func value(ctx context.Context, kv jetstream.KeyValue, key string) ([]byte, erro
 	return entry.Value(), nil
 }
 
-// Bounds of what is told to one gateway. A report that is not in it is sent again, found to be stored, and in it then.
+// Bounds of what is told to one gateway. A report that is not in it is sent again, found to be stored, and in it then. Lives that crash one
+// after the other while NATS is away are delivered at once, and each needs its place: a boot is 50 bytes of what is written with every batch.
 const (
-	maxBoots  = 16
+	maxBoots  = 64
 	maxRanges = 256
 )
 

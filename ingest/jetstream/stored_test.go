@@ -185,6 +185,23 @@ func TestMarksComeAfterTheStore(t *testing.T) {
 	})
 }
 
+// A gateway that has crashed again and again while NATS was away delivers all of its lives at once, and sends none of them twice.
+func TestMarksOfManyLives(t *testing.T) {
+	marks, err := NewMarks(&nats.Conn{}, nil, quiet)
+	if err != nil {
+		t.Fatal(err)
+	}
+	const lives = 50
+	for boot := range lives {
+		mark(t, marks, "s", 0, "gw", fmt.Sprint(boot), 1)
+	}
+	for boot := range lives {
+		if !marks.gateways["gw"].Has(fmt.Sprint(boot), 1) {
+			t.Errorf("the report of life %d is not told", boot)
+		}
+	}
+}
+
 // A gateway that crashes all the time must not make its mark grow for ever.
 func TestMarksAreBounded(t *testing.T) {
 	marks, err := NewMarks(&nats.Conn{}, nil, quiet)
@@ -201,7 +218,7 @@ func TestMarksAreBounded(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if len(s.Boots) != maxBoots || s.Boots["199"] == nil || len(s.Boots["199"]) > maxRanges || len(b) > 256<<10 {
+	if len(s.Boots) != maxBoots || s.Boots["199"] == nil || len(s.Boots["199"]) > maxRanges || len(b) > 512<<10 {
 		t.Errorf("%d boots, %d ranges of the last, %d bytes", len(s.Boots), len(s.Boots["199"]), len(b))
 	}
 }
