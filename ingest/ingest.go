@@ -32,7 +32,7 @@ type Config struct {
 	LogEvery       time.Duration // while publishing fails it is told once, then summarised this often (1m)
 
 	Spool         Spool         // where counts and reports wait (in memory); one that outlives the process needs a Publisher that is a Stream
-	MaxPayload    func() int64  // of a message, as the server says now; 0 while it is not known (0)
+	MaxPayload    func() int64  // of a message, as the server said last; 0 while it is not known (0). It must not wait
 	PolicyVersion func() uint64 // in force now, stamped on every report (0)
 	Clock         func() int64  // the buckets' clock, in nanoseconds, handed to Collect (time since New)
 }

@@ -9,6 +9,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 
 	"github.com/nats-io/nats.go"
 	"github.com/nats-io/nats.go/jetstream"
@@ -39,6 +40,7 @@ type Publisher struct {
 	gateway string
 	subject string
 	m       *Metrics
+	most    atomic.Int64 // bytes of a message, as the server said last
 
 	mu    sync.Mutex // held over a Publish
 	known bool
@@ -64,8 +66,14 @@ func NewPublisher(nc *nats.Conn, gateway string, m *Metrics) (*Publisher, error)
 	if err != nil {
 		return nil, fmt.Errorf("publish usage of %s: %w", gateway, err)
 	}
-	return &Publisher{nc: nc, js: js, gateway: gateway, subject: schemas.UsagePrefix + gateway, m: m.orPrivate()}, nil
+	p := &Publisher{nc: nc, js: js, gateway: gateway, subject: schemas.UsagePrefix + gateway, m: m.orPrivate()}
+	p.most.Store(nc.MaxPayload())
+	return p, nil
 }
+
+// MaxPayload is how many bytes a message may have, as the server said by the last Publish, 0 while it has not. It never waits: the
+// connection may, for a server that hangs. It may be called from any goroutine.
+func (p *Publisher) MaxPayload() int64 { return p.most.Load() }
 
 // Publish returns nil once r is stored, now or earlier. After any other outcome r may be stored or not: call again with
 // the same r. Reports of a boot must come in the order of their sequence numbers. Those of earlier boots may come between them: they are
@@ -102,6 +110,7 @@ func (p *Publisher) publish(ctx context.Context, r *schemas.Report, again bool) 
 	if err != nil {
 		return err
 	}
+	p.most.Store(p.nc.MaxPayload())
 	if !p.known {
 		stored, err := p.lookUp(ctx, r)
 		if err != nil || stored && !again {

@@ -319,6 +319,9 @@ func TestPublisherTellsWhyAReportIsNotStored(t *testing.T) {
 			t.Fatal(err)
 		}
 		_ = publish(t, p, report("b", 1, 1))
+		if most := p.MaxPayload(); most != 1<<20 {
+			t.Errorf("MaxPayload = %d while the server is away, want what it said last: 1 MiB", most)
+		}
 		counts(t, m, "disconnected")
 	})
 	t.Run("too large", func(t *testing.T) {
@@ -332,6 +335,9 @@ func TestPublisherTellsWhyAReportIsNotStored(t *testing.T) {
 		}
 		if err := publish(t, p, report("b", 1, make([]uint64, 500)...)); !errors.Is(err, ErrTooLarge) {
 			t.Errorf("Publish = %v, want %v", err, ErrTooLarge)
+		}
+		if most := p.MaxPayload(); most != 4<<10 {
+			t.Errorf("MaxPayload = %d, want what the server says: 4096", most)
 		}
 		counts(t, m, "too_large")
 	})

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"math/rand/v2"
 	"net"
 	"net/url"
 	"os"
@@ -85,9 +86,9 @@ func Connect(cfg Config, log *slog.Logger, m *Metrics) (*nats.Conn, error) {
 	if err != nil {
 		return nil, err
 	}
-	l.shun.Store(l.silent()) // the client tries each server once before it returns
+	l.shun = l.silent() // the client tries each server once before it returns
 	nc, err := nats.Connect(cfg.URL, append(l.options(), nats.RetryOnFailedConnect(true))...)
-	l.shun.Store(false)
+	l.given()
 	if err != nil {
 		return nil, fmt.Errorf("connect to NATS at %s: %w", l.where, err)
 	}
@@ -100,14 +101,14 @@ func Connect(cfg Config, log *slog.Logger, m *Metrics) (*nats.Conn, error) {
 // probeTimeout is how long a start waits for a word of each server.
 const probeTimeout = 250 * time.Millisecond
 
-var errSilent = fmt.Errorf("a server has said nothing within %s", probeTimeout)
+var errSilent = errors.New("a server says nothing")
 
 // silent says whether one of the servers neither greets, as a server of NATS does at once, nor refuses the connection.
 func (l *link) silent() bool {
 	all := strings.Split(l.cfg.URL, ",")
 	found := make(chan bool, len(all))
 	for _, one := range all {
-		go func() { found <- mute(one) }()
+		go func() { found <- mute(one, probeTimeout) }()
 	}
 	silent := false
 	for range all {
@@ -116,7 +117,7 @@ func (l *link) silent() bool {
 	return silent
 }
 
-func mute(address string) bool {
+func mute(address string, within time.Duration) bool {
 	u, err := parse(address)
 	if err != nil {
 		return false
@@ -125,13 +126,13 @@ func mute(address string) bool {
 	if u.Port() == "" {
 		host = net.JoinHostPort(u.Hostname(), strconv.Itoa(nats.DefaultPort))
 	}
-	conn, err := net.DialTimeout("tcp", host, probeTimeout)
+	conn, err := net.DialTimeout("tcp", host, within)
 	if err != nil {
 		var e net.Error
 		return errors.As(err, &e) && e.Timeout()
 	}
 	defer func() { _ = conn.Close() }()
-	_ = conn.SetReadDeadline(time.Now().Add(probeTimeout))
+	_ = conn.SetReadDeadline(time.Now().Add(within))
 	_, err = conn.Read(make([]byte, 1))
 	return errors.Is(err, os.ErrDeadlineExceeded)
 }
@@ -148,6 +149,7 @@ func ConnectCheck(ctx context.Context, cfg Config, log *slog.Logger, m *Metrics)
 		nc, err := nats.Connect(cfg.URL, append(l.options(), nats.RetryOnFailedConnect(false))...)
 		switch {
 		case err == nil:
+			l.given()
 			return nc, nil
 		case isAuth(err):
 			return nil, fmt.Errorf("NATS at %s: %w: it refuses the credentials (%w): check user and password", l.where, ErrUnreachable, err)
@@ -205,9 +207,12 @@ type link struct {
 	where string
 	log   *slog.Logger
 	m     *Metrics
-	shun  atomic.Bool // no server is asked just now
 
-	mu       sync.Mutex // all below
+	mu       sync.Mutex      // all below
+	inUse    bool            // somebody has the connection, and is not to wait for it
+	shun     bool            // no server is dialled just now
+	wanted   map[string]bool // servers that the client has asked for since the last look, true for one that it was not given
+	heard    map[string]bool // servers that had a word for us at the last look, if only a refusal, and were not dialled since
 	isUp     bool
 	since    time.Time // of the outage; zero while there is none
 	told     time.Time
@@ -225,23 +230,66 @@ func newLink(cfg Config, log *slog.Logger, m *Metrics) (*link, error) {
 	if m == nil {
 		m = NewMetrics(prometheus.NewRegistry())
 	}
-	return &link{cfg: cfg, where: Redact(cfg.URL), log: log, m: m, said: map[string]time.Time{}}, nil
+	return &link{cfg: cfg, where: Redact(cfg.URL), log: log, m: m, wanted: map[string]bool{}, heard: map[string]bool{}, said: map[string]time.Time{}}, nil
 }
 
 // Dial reaches a server for the client, and keeps the reason when there is none: the client says only that it has no server, or
-// no buffer.
+// no buffer. The client holds its lock from here until the server has let it in, and whoever publishes, or only asks it how it is, waits
+// for that: once it is in use it gets no further than to servers that were heard just now.
 func (l *link) Dial(network, address string) (net.Conn, error) {
-	if l.shun.Load() {
-		l.mu.Lock()
-		defer l.mu.Unlock()
-		l.dialErr = errSilent
-		return nil, errSilent
+	conn, err := net.Conn(nil), errSilent
+	if l.heardOf(address) {
+		conn, err = net.DialTimeout(network, address, l.cfg.Timeout)
 	}
-	conn, err := net.DialTimeout(network, address, l.cfg.Timeout)
 	l.mu.Lock()
 	l.dialErr = err
 	l.mu.Unlock()
 	return conn, err
+}
+
+// heardOf says whether a server is to be dialled, once for each time that it was heard.
+func (l *link) heardOf(address string) bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.inUse && !l.heard[address] || l.shun {
+		l.wanted[address] = true
+		return false
+	}
+	l.heard[address], l.wanted[address] = false, false
+	return true
+}
+
+// look listens to the servers that the client has tried since the last time, while nobody waits for it, and returns after how long it is
+// to try them again: at once when one is heard that it could not try. The client calls it before each round.
+func (l *link) look(int) time.Duration {
+	l.mu.Lock()
+	all := l.wanted
+	l.wanted, l.heard = map[string]bool{}, map[string]bool{}
+	l.mu.Unlock()
+	// Over a web socket it is us who say the first word.
+	silent := func(one string) bool {
+		return !strings.HasPrefix(strings.TrimSpace(l.cfg.URL), "ws") && mute(one, l.cfg.Timeout)
+	}
+	var news atomic.Bool
+	var looking sync.WaitGroup
+	for one, unheard := range all {
+		looking.Go(func() {
+			if silent(one) {
+				return
+			}
+			l.mu.Lock()
+			defer l.mu.Unlock()
+			l.heard[one] = true
+			if unheard {
+				news.Store(true)
+			}
+		})
+	}
+	looking.Wait()
+	if news.Load() {
+		return 0
+	}
+	return l.cfg.RetryWait + rand.N(l.cfg.RetryWait+1)
 }
 
 // cause is the reason of an outage. mu is held.
@@ -261,8 +309,9 @@ func (l *link) options() []nats.Option {
 		nats.MaxReconnects(-1),
 		// A server that forgets a user and learns it again must not cost us the connection for ever.
 		nats.IgnoreAuthErrorAbort(),
-		nats.ReconnectWait(l.cfg.RetryWait),
-		nats.ReconnectJitter(l.cfg.RetryWait, l.cfg.RetryWait),
+		nats.CustomReconnectDelay(l.look),
+		// A server that takes nothing off our hands is waited for under the client's lock as well.
+		nats.FlusherTimeout(time.Second),
 		// A buffer would send old heartbeats and shares late, and make publishers wait for a time-out.
 		nats.ReconnectBufSize(-1),
 		// A peer that is gone without a word is noticed in six seconds; until then a gateway cannot report and hears nothing.
@@ -285,6 +334,13 @@ func (l *link) options() []nats.Option {
 	return opts
 }
 
+// given is called once the connection is somebody's.
+func (l *link) given() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.inUse, l.shun = true, false
+}
+
 func (l *link) up() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -296,6 +352,7 @@ func (l *link) up() {
 		l.m.Connected.Inc()
 	}
 	l.isUp, l.since, l.attempts = true, time.Time{}, 0
+	clear(l.heard) // by the time that it is of use again, that was long ago
 }
 
 func (l *link) down(err error) {

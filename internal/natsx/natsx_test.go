@@ -20,6 +20,7 @@ import (
 
 	"github.com/weirhq/weir/internal/embedded/embeddedtest"
 	"github.com/weirhq/weir/internal/embedded/nats"
+	"github.com/weirhq/weir/internal/faultproxy"
 	"github.com/weirhq/weir/internal/obs/obstest"
 	"github.com/weirhq/weir/schemas"
 )
@@ -120,6 +121,95 @@ func TestASilentServerHoldsUpNoStart(t *testing.T) {
 	}
 	startAt(t, nats.Config{Dir: t.TempDir(), Port: port(t, "nats://"+address)})
 	eventually(t, "the server is taken once it speaks", nc.IsConnected)
+}
+
+// While a server that went silent is looked for, nobody who uses the connection waits for that: the client has its lock while it
+// dials, and a gateway writes its counts to disk beside it.
+func TestASilentServerHoldsUpNobodyWhoUsesTheConnection(t *testing.T) {
+	for _, servers := range []int{1, 2} {
+		var urls []string
+		var proxies []*faultproxy.Proxy
+		for range servers {
+			p, err := faultproxy.Start("127.0.0.1:0", strings.TrimPrefix(embeddedtest.NATS(t).URL(), "nats://"))
+			if err != nil {
+				t.Fatal(err)
+			}
+			t.Cleanup(p.Close)
+			proxies, urls = append(proxies, p), append(urls, p.Addr())
+		}
+		m := NewMetrics(prometheus.NewRegistry())
+		nc, err := Connect(Config{URL: strings.Join(urls, ","), Timeout: 10 * patience, RetryWait: time.Millisecond}, quiet, m)
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(nc.Close)
+		eventually(t, "it is connected", nc.IsConnected)
+		for range 3 {
+			for _, p := range proxies {
+				p.Set(faultproxy.Faults{Hold: true})
+				p.Cut(true)
+			}
+			eventually(t, "it is away", func() bool { return testutil.ToFloat64(m.Connected) == 0 })
+			eventually(t, "a server is asked, and says nothing", func() bool {
+				for _, p := range proxies {
+					if p.Connections() > 0 {
+						return true
+					}
+				}
+				return false
+			})
+			asked := make(chan error, 1)
+			go func() {
+				for range 1000 {
+					_, _, _ = nc.MaxPayload(), nc.Stats(), nc.LastError()
+					if nc.IsConnected() {
+						asked <- errors.New("it is connected to a server that says nothing")
+						return
+					}
+				}
+				asked <- nil
+			}()
+			select {
+			case err := <-asked:
+				if err != nil {
+					t.Error(err)
+				}
+			case <-time.After(patience): // a tenth of what the server is waited for
+				t.Fatalf("the connection to %d silent servers answers nobody", servers)
+			}
+			for _, p := range proxies {
+				p.Set(faultproxy.Faults{})
+			}
+			eventually(t, "a server is taken once it speaks", func() bool { return testutil.ToFloat64(m.Connected) == 1 })
+		}
+	}
+}
+
+// Of several servers the next is taken when one is gone, whether that one is refused or silent.
+func TestAnotherServerIsTakenForOneThatIsSilent(t *testing.T) {
+	var urls []string
+	var proxies []*faultproxy.Proxy
+	for range 2 {
+		p, err := faultproxy.Start("127.0.0.1:0", strings.TrimPrefix(embeddedtest.NATS(t).URL(), "nats://"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(p.Close)
+		proxies, urls = append(proxies, p), append(urls, p.Addr())
+	}
+	nc, err := Connect(Config{URL: strings.Join(urls, ","), Timeout: time.Second, RetryWait: time.Millisecond}, quiet, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(nc.Close)
+	for _, f := range []faultproxy.Faults{{Hold: true}, {Refuse: true}} {
+		for away := range proxies {
+			proxies[away].Set(f)
+			proxies[away].Cut(true)
+			eventually(t, "the other one is taken", func() bool { return nc.IsConnected() && nc.ConnectedAddr() == urls[1-away] })
+			proxies[away].Set(faultproxy.Faults{})
+		}
+	}
 }
 
 func TestWrongPasswordIsOneClearLineAtOnce(t *testing.T) {

@@ -82,7 +82,7 @@ func NewGateway(cfg GatewayConfig, policy *Policy, nc *nats.Conn, m *Metrics, st
 	if err != nil {
 		return nil, err
 	}
-	counting := ingest.Config{PolicyVersion: policy.Version, Clock: cfg.Clock, MaxPayload: nc.MaxPayload,
+	counting := ingest.Config{PolicyVersion: policy.Version, Clock: cfg.Clock, MaxPayload: pub.MaxPayload,
 		PublishTimeout: publishTimeout}
 	without := func() []string { return nil }
 	if cfg.Data != "" {
