@@ -14,17 +14,12 @@ import (
 	"github.com/weirhq/weir/schemas"
 )
 
-// Abandoned returns how many requests lie in the spool in dir, in reports and counts, when no process has it. Some of the reports
-// may be in the history already.
-func Abandoned(dir string) (requests uint64, err error) {
+// Abandoned returns what Read does, when no process has the spool in dir.
+func Abandoned(dir, gateway string) ([]*schemas.Report, error) {
 	if held, err := inUse(dir); held || err != nil {
-		return 0, err
+		return nil, err
 	}
-	all, err := Read(dir, "")
-	for _, r := range all {
-		requests += r.Requests()
-	}
-	return requests, err
+	return Read(dir, gateway)
 }
 
 // inUse says whether a process has the spool in dir.

@@ -2,7 +2,10 @@ package app
 
 import (
 	"bytes"
+	"context"
+	"errors"
 	"log/slog"
+	"os"
 	"path/filepath"
 	"strings"
 	"testing"
@@ -41,9 +44,41 @@ func TestAbandonedSpoolIsTold(t *testing.T) {
 	if err := kept[2].Close(); err != nil { // our own
 		t.Fatal(err)
 	}
-	var out bytes.Buffer
-	warnAbandoned(data, "pod-3", slog.New(slog.NewTextHandler(&out, nil)))
-	if text := out.String(); strings.Count(text, "\n") != 1 || !strings.Contains(text, "of=pod-1") || !strings.Contains(text, "requests=900") || !strings.Contains(text, "--name pod-1") {
-		t.Errorf("told %q, want one line about 900 requests of pod-1", text)
+	moved := filepath.Join(data, "gateways", "moved", "spool")
+	if err := os.CopyFS(moved, os.DirFS(filepath.Join(data, "gateways", "pod-1", "spool"))); err != nil {
+		t.Fatal(err)
+	}
+	beside := spoolsBeside(data, "pod-3", slog.New(slog.DiscardHandler))
+	if len(beside) != 3 {
+		t.Fatalf("beside us are %v, want 3 others", beside)
+	}
+	for name, c := range map[string]struct {
+		stored   schemas.Stored
+		err      error
+		requests string // of pod-1; none where nothing is told
+		left     int    // for a later look
+	}{
+		"nothing is stored":   {requests: "requests=900 "},
+		"its report is":       {stored: schemas.Stored{Boots: map[string]schemas.Ranges{"boot": {{1, 1}}}}, requests: "requests=10 "},
+		"all of it is":        {stored: schemas.Stored{Boots: map[string]schemas.Ranges{"boot": {{1, 2}}}}},
+		"nobody can say now":  {err: errors.New("away"), left: 2},
+		"others' reports are": {stored: schemas.Stored{Boots: map[string]schemas.Ranges{"other": {{1, 2}}}}, requests: "requests=900 "},
+	} {
+		var out bytes.Buffer
+		left := warnAbandoned(t.Context(), beside, func(_ context.Context, of string) (*schemas.Stored, error) {
+			if of != "pod-1" {
+				t.Errorf("%s: asked for what is stored of %s", name, of)
+			}
+			return &c.stored, c.err
+		}, slog.New(slog.NewTextHandler(&out, nil)))
+		want := 2 // the spool, and the one that was moved
+		if c.requests == "" {
+			want = 0
+		}
+		text := out.String()
+		if len(left) != c.left || strings.Count(text, "\n") != want || strings.Count(text, "of=pod-1 "+c.requests) != want || strings.Count(text, "--name pod-1,") != want ||
+			strings.Count(text, "its_place="+filepath.Join(data, "gateways", "pod-1", "spool")) != want || want > 0 && !strings.Contains(text, "spool="+moved) {
+			t.Errorf("%s: %d left, told %q, want %d lines about %sof pod-1", name, len(left), text, want, c.requests)
+		}
 	}
 }

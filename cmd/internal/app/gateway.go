@@ -11,6 +11,7 @@ import (
 	"net/url"
 	"os"
 	"path/filepath"
+	"slices"
 	"time"
 
 	"github.com/nats-io/nats.go"
@@ -124,10 +125,14 @@ func NewGateway(cfg GatewayConfig, policy *Policy, nc *nats.Conn, m *Metrics, st
 	g.Guard = httpguard.New(httpguard.Config{Now: cfg.Now, Clock: cfg.Clock, Mode: g.enforcer.Mode, Settle: settle}, g.enforcer, policy.Current, g.reporter, m.guard, log)
 	if cfg.Data != "" {
 		stack.Go("spools beside that of "+cfg.Name, func(ctx context.Context) error {
-			select {
-			case <-ctx.Done():
-			case <-time.After(besideAfter):
-				warnAbandoned(cfg.Data, cfg.Name, log)
+			left := spoolsBeside(cfg.Data, cfg.Name, log)
+			for wait := besideAfter; len(left) > 0; wait *= 2 {
+				select {
+				case <-ctx.Done():
+					return nil
+				case <-time.After(wait):
+					left = warnAbandoned(ctx, left, storedOf(nc), log)
+				}
 			}
 			return nil
 		})
@@ -159,25 +164,60 @@ func spoolDir(data, name string) string { return filepath.Join(gatewayDir(data, 
 // besideAfter is how long other gateways of the same folder may take to start until their spools count as left alone.
 const besideAfter = 5 * time.Second
 
-// warnAbandoned tells of requests in the spools of other gateways under data that no process has: only a gateway of that name delivers
-// them, and where the name is a host's, none may ever come.
-func warnAbandoned(data, name string, log *slog.Logger) {
+// spoolsBeside are the spools of other gateways under data.
+func spoolsBeside(data, name string, log *slog.Logger) []string {
 	dirs, err := filepath.Glob(spoolDir(data, "*"))
 	if err != nil {
 		log.Error("spools of other gateways are not looked for", "data", data, "err", err)
 	}
+	return slices.DeleteFunc(dirs, func(dir string) bool { return dir == spoolDir(data, name) })
+}
+
+// storedOf reads what the history has of a gateway.
+func storedOf(nc *nats.Conn) func(ctx context.Context, gateway string) (*schemas.Stored, error) {
+	return func(ctx context.Context, gateway string) (*schemas.Stored, error) {
+		p, err := jetstream.NewPublisher(nc, gateway, nil)
+		if err != nil {
+			return nil, err
+		}
+		ctx, cancel := context.WithTimeout(ctx, besideAfter)
+		defer cancel()
+		_, stored, err := p.Stored(ctx)
+		return stored, err
+	}
+}
+
+// warnAbandoned tells of requests in spools that no process has and that the history lacks: only a gateway of that name delivers them, and
+// where the name is a host's, none may ever come. It returns the spools of which nobody can say now what the history has.
+func warnAbandoned(ctx context.Context, dirs []string, stored func(ctx context.Context, gateway string) (*schemas.Stored, error), log *slog.Logger) (left []string) {
 	for _, dir := range dirs {
-		other := filepath.Base(filepath.Dir(dir))
-		if other == name {
+		gateways, name := filepath.Split(filepath.Dir(dir))
+		all, err := spool.Abandoned(dir, name)
+		if err != nil {
+			log.Warn("the spool of another gateway cannot be read", "of", name, "spool", dir, "err", err)
 			continue
 		}
-		switch requests, err := spool.Abandoned(dir); {
-		case err != nil:
-			log.Warn("the spool of another gateway cannot be read", "of", other, "spool", dir, "err", err)
-		case requests > 0:
-			log.Warn("usage of a gateway that does not run lies here, and nobody delivers it: start a gateway with this --data and --name "+other, "of", other, "requests", requests, "spool", dir)
+		if len(all) == 0 {
+			continue
+		}
+		of := all[0].Gateway
+		has, err := stored(ctx, of)
+		if err != nil {
+			left = append(left, dir)
+			continue
+		}
+		var requests uint64
+		for _, r := range all {
+			if !has.Has(r.Boot, r.Seq) {
+				requests += r.Requests()
+			}
+		}
+		if requests > 0 {
+			log.Warn("usage of a gateway that does not run lies here, and the history does not have it: start a gateway with this --data and --name "+of+", which delivers it",
+				"of", of, "requests", requests, "spool", dir, "its_place", filepath.Join(gateways, of, "spool"))
 		}
 	}
+	return left
 }
 
 // lastFleet is the file where is kept what is known of the fleet, and what to begin with: what an earlier life was told, unless
