@@ -7,6 +7,8 @@ import (
 	"fmt"
 	"strings"
 	"time"
+	"unicode"
+	"unicode/utf8"
 
 	ch "github.com/ClickHouse/clickhouse-go/v2"
 
@@ -36,7 +38,8 @@ var ErrCorrection = errors.New("this correction cannot be meant")
 // firstHour is the first that a correction can be of: what the history can store goes on beyond it, both ways.
 var firstHour = time.Date(2000, 1, 1, 0, 0, 0, 0, time.UTC)
 
-// Validate tells every mistake that can be seen without the history, each with the field that it is in.
+// Validate tells every mistake that can be seen without the history, each with the field that it is in, as the command line calls it. A
+// tenant or route may be empty, or have space around it: reports may name one so.
 func (c *Correction) Validate() error {
 	var bad []string
 	add := func(wrong bool, format string, args ...any) {
@@ -47,8 +50,15 @@ func (c *Correction) Validate() error {
 	hour := c.Hour.UTC().Format(time.RFC3339)
 	add(!c.Hour.Equal(c.Hour.Truncate(time.Hour)) || c.Hour.IsZero(), "hour is %s, want a whole one", hour)
 	add(c.Hour.Before(firstHour) || c.Hour.After(time.Now()), "hour is %s, want one from the year 2000 to the present one", hour)
-	for _, f := range [][2]string{{"gateway", c.Gateway}, {"tenant", c.Tenant}, {"route", c.Route}, {"reason", c.Reason}, {"author", c.Author}} {
+	for _, f := range [][2]string{{"gateway", c.Gateway}, {"reason", c.Reason}, {"by", c.Author}} {
 		add(strings.TrimSpace(f[1]) == "", "%s is empty", f[0])
+	}
+	for _, f := range [][2]string{{"gateway", c.Gateway}, {"reason", c.Reason}, {"by", c.Author}, {"ref", c.Ref}} { // as two they would look the same
+		add(strings.TrimSpace(f[1]) != f[1], "%s is %q, with space around it", f[0], f[1])
+	}
+	for _, f := range [][2]string{{"gateway", c.Gateway}, {"tenant", c.Tenant}, {"route", c.Route}, {"rule", c.Rule}, {"reason", c.Reason}, {"by", c.Author}, {"ref", c.Ref}} {
+		add(!utf8.ValidString(f[1]), "%s is %q, which is not valid UTF-8", f[0], f[1])
+		add(strings.ContainsFunc(f[1], unicode.IsControl), "%s is %q, with control characters", f[0], f[1])
 	}
 	add(c.Allowed == 0 && c.Rejected == 0 && c.Cost == 0, "allowed, rejected and cost are 0: it changes nothing")
 	for _, f := range []struct {
@@ -59,7 +69,7 @@ func (c *Correction) Validate() error {
 	}
 	add(c.Rejected != 0 && c.Rule == "", "rule is empty, want the one that rejected")
 	add(c.Allowed != 0 && c.Rule != "", "rule is %q though allowed is %d: what was allowed has no rule, what was rejected is a correction of its own", c.Rule, c.Allowed)
-	for _, f := range [][2]string{{"ref", c.Ref}, {"tenant", c.Tenant}, {"route", c.Route}, {"rule", c.Rule}, {"author", c.Author}} {
+	for _, f := range [][2]string{{"ref", c.Ref}, {"tenant", c.Tenant}, {"route", c.Route}, {"rule", c.Rule}, {"by", c.Author}} {
 		add(len(f[1]) > schemas.MaxTextBytes, "%s has %d bytes, want at most %d", f[0], len(f[1]), schemas.MaxTextBytes)
 	}
 	if bad == nil {
@@ -271,9 +281,9 @@ func (s *Store) bearable(ctx context.Context, c *Correction) error {
 	return nil
 }
 
-// Unheard returns what a correction names of which nothing is on record in any hour, by the name of the field: "tenant", "route" (of the
-// tenant) or "rule"; empty when all is known. A name that was mistyped makes a customer that does not exist.
-func (s *Store) Unheard(ctx context.Context, c Correction) (field string, err error) {
+// Unheard returns what a correction names of which nothing is on record in any hour, by the names of the fields: "tenant", "route" (of the
+// tenant) or "rule". A name that was mistyped makes a customer that does not exist.
+func (s *Store) Unheard(ctx context.Context, c Correction) (fields []string, err error) {
 	for _, f := range []struct{ name, where string }{
 		{"tenant", `tenant = {tenant:String}`},
 		{"route", `tenant = {tenant:String} AND route = {route:String}`},
@@ -282,13 +292,13 @@ func (s *Store) Unheard(ctx context.Context, c Correction) (field string, err er
 		var heard bool
 		if err := s.conn.QueryRow(ctx, `SELECT count() > 0 FROM (SELECT 1 FROM usage_1d WHERE `+f.where+` UNION ALL SELECT 1 FROM corrections WHERE `+f.where+` LIMIT 1)`,
 			ch.Named("tenant", c.Tenant), ch.Named("route", c.Route), ch.Named("rule", c.Rule)).Scan(&heard); err != nil {
-			return "", s.explain("look for what a correction names", err)
+			return nil, s.explain("look for what a correction names", err)
 		}
 		if !heard && (f.name != "rule" || c.Rule != "") {
-			return f.name, nil
+			fields = append(fields, f.name)
 		}
 	}
-	return "", nil
+	return fields, nil
 }
 
 const sameCount = ` AND tenant = {tenant:String} AND gateway = {gateway:String} AND route = {route:String} AND rule = {rule:String}`

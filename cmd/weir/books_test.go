@@ -326,6 +326,17 @@ func TestHistoryCorrect(t *testing.T) {
 		{correct("--tenant", "acmee", "--allowed", "5"), exitFailed, `tenant is "acmee", of which nothing is on record`},
 		{correct("--route", "order", "--allowed", "5"), exitFailed, `route is "order"`},
 		{correct("--rule", "contrct", "--rejected", "5"), exitFailed, `rule is "contrct"`},
+		{correct("--allowed", "-1", "--ref", "T-7 "), exitUsage, `ref is "T-7 ", with space around it`},
+		{correct("--allowed", "-1", "--ref", " "), exitUsage, `ref is " "`},
+		{correct("--allowed", "-1", "--ref", "T\x1b[2J"), exitUsage, `ref is "T\x1b[2J", with control characters`},
+		{correct("--allowed", "-1", "--ref", "T\xff"), exitUsage, `ref is "T\xff", which is not valid UTF-8`},
+		{correct("--allowed", "-1", "--by", "\tkim"), exitUsage, `by is "\tkim"`},
+		{correct("--allowed", "-1", "--reason", "load\ntest"), exitUsage, `reason is "load\ntest", with control characters`},
+		{correct("--allowed", "1", "--new", "--tenant", "a\x00"), exitUsage, `tenant is "a\x00", with control characters`},
+		{correct("--allowed", "1", "--new", "--tenant", "a\xff"), exitUsage, "tenant is"},
+		{correct("--allowed", "1", "--new", "--tenant", "acme "), exitFailed, `tenant is "acme "`},
+		{correct("--allowed", "1", "--new", "--route", " orders"), exitFailed, `route is " orders"`},
+		{correct("--allowed", "1", "--new", "--tenant", ""), exitFailed, `tenant is ""`},
 	} {
 		out, stderr := p.weir(bad.code, bad.args...)
 		if p.wants(stderr, bad.says); out != "" {
@@ -420,6 +431,23 @@ func TestHistoryCorrect(t *testing.T) {
 		}
 	}
 	p.weir(exitFailed, correct("--tenant", "newcomer", "--route", "other", "--allowed", "1")...)
+}
+
+// Whatever name a report has for a tenant, it can be corrected under it.
+func TestHistoryCorrectOfOddNames(t *testing.T) {
+	p := newPipeline(t)
+	for i, tenant := range []string{"", " acme "} {
+		p.publish(tenant, uint64(i+1))
+		p.stored(uint64(i + 1))
+		hour := time.UnixMilli(int64(p.number(fmt.Sprintf("(SELECT toUnixTimestamp64Milli(max(ts)) FROM usage WHERE tenant = '%s')", tenant)))).UTC().Truncate(time.Hour)
+		correct := []string{"history", "correct", "--gateway", "gw", "--route", "orders", "--hour", hour.Format(time.RFC3339), "--reason", "load test", "--by", "kim", "--allowed", "-1"}
+		p.weir(exitOK, append(correct, "--tenant", tenant)...)
+		if n := p.number(fmt.Sprintf("(SELECT sum(allowed) FROM corrected_1h WHERE tenant = '%s')", tenant)); n != 1 {
+			t.Errorf("tenant %q has %d requests, want 1", tenant, n)
+		}
+		_, stderr := p.weir(exitUsage, correct...)
+		p.wants(stderr, "--tenant is required")
+	}
 }
 
 func TestDeadLetterCommands(t *testing.T) {

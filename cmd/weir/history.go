@@ -212,14 +212,21 @@ func historyCorrectCommand() *cobra.Command {
 		Long: `Correct adds a row to the table corrections. Usage itself is never changed: the view corrected_1h is the sum of both, and so is every
 answer of weir usage that has the whole hour, up to now if it is the present one; others say how many corrections they leave out.
 Without --cost the tokens go with the requests, one for each; --cost 0 leaves them as they are. The same --ref again is the same
-correction. No count can go below zero. A tenant, route or rule of which nothing is on record is taken for a typing error without --new.`,
+correction. No count can go below zero. A tenant, route or rule of which nothing is on record is taken for a typing error without --new. What a
+report names with an empty tenant is corrected with --tenant ''.`,
 		Example: `  weir history correct --gateway gw-1 --tenant acme --route export --hour 2026-11-29T10:00:00Z --allowed -41 --reason "load test" --by kim --ref TICKET-7`,
 		Args:    noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) (err error) {
 			if err := out.validate(); err != nil {
 				return err
 			}
-			if err := required("--gateway", c.Gateway, "--tenant", c.Tenant, "--route", c.Route, "--hour", hour, "--reason", c.Reason, "--by", c.Author); err != nil {
+			said := func(flag string) string { // also when it is empty
+				if !cmd.Flags().Changed(flag) {
+					return ""
+				}
+				return flag
+			}
+			if err := required("--gateway", c.Gateway, "--tenant", said("tenant"), "--route", said("route"), "--hour", hour, "--reason", c.Reason, "--by", c.Author); err != nil {
 				return err
 			}
 			if c.Hour, err = time.Parse(time.RFC3339, hour); err != nil {
@@ -243,13 +250,16 @@ correction. No count can go below zero. A tenant, route or rule of which nothing
 				return err
 			}
 			defer func() { err = errors.Join(err, store.Close()) }()
-			if !anew {
-				unheard, err := store.Unheard(cmd.Context(), c)
-				if err != nil {
-					return err
-				}
-				if unheard != "" {
-					return fmt.Errorf("%s is %q, of which nothing is on record: say --new if it is meant", unheard, cmd.Flag(unheard).Value)
+			unheard, err := store.Unheard(cmd.Context(), c)
+			if err != nil {
+				return err
+			}
+			for _, flag := range unheard {
+				switch name := cmd.Flag(flag).Value.String(); {
+				case name == "" || strings.TrimSpace(name) != name:
+					return fmt.Errorf("%s is %q, of which nothing is on record, and a new one is not empty and has no space around it", flag, name)
+				case !anew:
+					return fmt.Errorf("%s is %q, of which nothing is on record: say --new if it is meant", flag, name)
 				}
 			}
 			made, err := store.Correct(cmd.Context(), c)
