@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
+	"slices"
 	"time"
 
 	natsjs "github.com/nats-io/nats.go/jetstream"
@@ -22,7 +23,7 @@ const (
 )
 
 // auditor reconciles the closed hours once an hour, by the gateways' heartbeats, for their journals are out of its reach, and says in the
-// alerts' stream which do not add up and which do again.
+// alerts' stream which do not add up, which have got worse, and which add up again.
 type auditor struct {
 	reconcile func(ctx context.Context, from, to time.Time) (Reconciliation, error)
 	alerts    *bulletin
@@ -82,12 +83,13 @@ func (a *auditor) audit(ctx context.Context, now time.Time) error {
 	for hour := from; hour.Before(to); hour = hour.Add(time.Hour) {
 		was, fires := a.alerts.firing[auditKey(hour)]
 		all := wrong[hour]
+		sizes := auditSizes(all)
 		switch {
-		case len(all) > 0 && !fires:
+		case len(all) > 0 && (!fires || worse(&was, sizes)): // which begins anew: a message of the same beginning would be taken for the same
 			err = a.alerts.tell(ctx, schemas.Alert{Type: schemas.AlertFiring, DedupKey: auditKey(hour),
-				Gateway: all[0].Gateway, Summary: auditSummary(hour, all), Value: auditSize(all), StartsAt: now.UTC().Truncate(time.Millisecond)})
+				Gateway: all[0].Gateway, Summary: auditSummary(hour, all), Value: auditSize(sizes, auditCauses), Causes: sizes, StartsAt: now.UTC().Truncate(time.Millisecond)})
 		case len(all) == 0 && fires:
-			was.Type, was.EndsAt, was.Value = schemas.AlertResolved, now.UTC().Truncate(time.Millisecond), 0
+			was.Type, was.EndsAt, was.Value, was.Causes = schemas.AlertResolved, now.UTC().Truncate(time.Millisecond), 0, nil
 			was.Summary = fmt.Sprintf("usage of the hour %s adds up", hour.Format(time.RFC3339))
 			err = a.alerts.tell(ctx, was)
 		}
@@ -113,7 +115,7 @@ func auditSummary(hour time.Time, all []Difference) string {
 		causes[d.Cause]++
 	}
 	text := ""
-	for _, c := range []string{CauseLost, CauseDoubled, CauseUnclear, CauseHalf, CauseRefused, CauseLate, CauseInFlight} {
+	for _, c := range auditCauses {
 		if n := causes[c]; n > 0 {
 			text += fmt.Sprintf(", %d %s", n, c)
 		}
@@ -122,10 +124,39 @@ func auditSummary(hour time.Time, all []Difference) string {
 		hour.Format(time.RFC3339), hour.Add(time.Hour).Format(time.RFC3339))
 }
 
-// auditSize is by how many requests and tokens the accounts differ.
-func auditSize(all []Difference) (n float64) {
+// auditStays are the causes that do not end by themselves, and auditCauses are all.
+var (
+	auditStays  = []string{CauseLost, CauseDoubled, CauseUnclear, CauseHalf, CauseRefused}
+	auditCauses = append(slices.Clone(auditStays), CauseLate, CauseInFlight)
+)
+
+// auditSizes is by how many requests and tokens the accounts differ, by cause. A difference of unknown size counts as 1.
+func auditSizes(all []Difference) map[string]float64 {
+	sizes := map[string]int64{}
 	for _, d := range all {
-		n += max(float64(d.Want-d.Have), float64(d.Have-d.Want))
+		sizes[d.Cause] = sum(sizes[d.Cause], uint64(max(d.Want-d.Have, d.Have-d.Want, 1)))
+	}
+	out := map[string]float64{}
+	for c, n := range sizes {
+		out[c] = float64(n)
+	}
+	return out
+}
+
+func auditSize(sizes map[string]float64, of []string) (n float64) {
+	for _, c := range of {
+		n += sizes[c]
 	}
 	return n
+}
+
+// worse says whether there is more of a cause that stays than was told, or more in all that is not in the stream already. What was late
+// and is lost is worse; what was lost, or late, and comes in after all is not.
+func worse(was *schemas.Alert, sizes map[string]float64) bool {
+	notInFlight := auditCauses[:len(auditCauses)-1]
+	now := auditSize(sizes, notInFlight)
+	if was.Causes == nil { // told by an older weir
+		return now > was.Value
+	}
+	return now > auditSize(was.Causes, notInFlight) || slices.ContainsFunc(auditStays, func(c string) bool { return sizes[c] > was.Causes[c] })
 }

@@ -4,8 +4,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"log/slog"
 	"math"
+	"net/http"
+	"net/http/httptest"
 	"os"
 	"path/filepath"
 	"regexp"
@@ -23,6 +26,7 @@ import (
 	"github.com/weirhq/weir/aggregator/redis"
 	"github.com/weirhq/weir/ingest/jetstream"
 	"github.com/weirhq/weir/ingest/spool"
+	"github.com/weirhq/weir/internal/conf"
 	"github.com/weirhq/weir/internal/embedded/embeddedtest"
 	"github.com/weirhq/weir/internal/run"
 	"github.com/weirhq/weir/schemas"
@@ -763,6 +767,106 @@ func TestAuditorTellsOnce(t *testing.T) {
 	}
 	audit(one, now)
 	want(2, "and told once")
+}
+
+// What gets worse while it fires is told once more, by whoever sees it first, and reaches on-call as news of its own; what stays or gets
+// better is not.
+func TestAuditorTellsWhatGetsWorse(t *testing.T) {
+	srv := embeddedtest.NATS(t)
+	var stack run.Stack
+	t.Cleanup(func() { _ = stack.Stop(StopTimeout) })
+	log := slog.New(slog.DiscardHandler)
+	nc, err := Connect(t.Context(), srv.URL(), "test", true, NewMetrics(), &stack, log)
+	if err != nil {
+		t.Fatal(err)
+	}
+	js, err := natsjs.New(nc)
+	if err != nil {
+		t.Fatal(err)
+	}
+	type news struct {
+		id, kind, key string
+		value         float64
+	}
+	onCall := make(chan news, 100)
+	hook := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		body, err := io.ReadAll(r.Body)
+		a, bad := schemas.DecodeAlert(body)
+		if err != nil || bad != nil {
+			t.Error(err, bad)
+			return
+		}
+		onCall <- news{r.Header.Get("webhook-id"), a.Type, a.DedupKey, a.Value}
+	}))
+	t.Cleanup(hook.Close)
+	if _, err := NewAlerter(t.Context(), AlerterConfig{Webhook: conf.Secret(hook.URL)}, nc, NewMetrics(), &stack, log); err != nil {
+		t.Fatal(err)
+	}
+	now := time.Date(2026, 11, 29, 12, 6, 0, 0, time.UTC)
+	hour := now.Truncate(time.Hour).Add(-2 * time.Hour)
+	var differences []Difference
+	reconcile := func(context.Context, time.Time, time.Time) (Reconciliation, error) {
+		return Reconciliation{Differences: differences}, nil
+	}
+	one, two := newAuditor(js, log, reconcile), newAuditor(js, log, reconcile)
+	is := func(cause string, want, have int64) Difference {
+		return Difference{Between: "reports", Cause: cause, Hour: hour, Want: want, Have: have}
+	}
+	n, known := uint64(0), map[string]bool{}
+	for i, step := range []struct {
+		what string
+		are  []Difference
+		told float64 // 0 is not at all
+	}{
+		{"one is lost", []Difference{is(CauseLost, 1, 0)}, 1},
+		{"the same", []Difference{is(CauseLost, 1, 0)}, 0},
+		{"millions more are late", []Difference{is(CauseLost, 1, 0), is(CauseLate, 4e6, 0)}, 4e6 + 1},
+		{"they come in", []Difference{is(CauseLost, 1, 0), is(CauseInFlight, 5e6, 0)}, 0},
+		{"and are late again", []Difference{is(CauseLost, 1, 0), is(CauseLate, 4e6, 0)}, 0},
+		{"they are lost", []Difference{is(CauseLost, 1, 0), is(CauseLost, 4e6, 0)}, 4e6 + 1},
+		{"some were not", []Difference{is(CauseLost, 1, 0), is(CauseLost, 3e6, 0), is(CauseLate, 1e6, 0)}, 0},
+		{"all were", []Difference{is(CauseLost, 1, 0), is(CauseLost, 4e6, 0)}, 0},
+		{"fewer, and one is doubled", []Difference{is(CauseLost, 1, 0), is(CauseDoubled, 1, 2)}, 2},
+		{"a letter of unknown size", []Difference{is(CauseLost, 1, 0), is(CauseDoubled, 1, 2), is(CauseRefused, 0, 0)}, 3},
+		{"the same, beyond what floats count", []Difference{is(CauseLost, math.MaxInt64, 0), is(CauseLost, 3, 0), is(CauseDoubled, 1, 2)}, math.MaxInt64},
+		{"in another order", []Difference{is(CauseLost, 3, 0), is(CauseDoubled, 1, 2), is(CauseLost, math.MaxInt64, 0)}, 0},
+	} {
+		differences = step.are
+		at := now.Add(time.Duration(i) * time.Hour)
+		for _, a := range []*auditor{one, two, newAuditor(js, log, reconcile)} {
+			if err := a.audit(t.Context(), at); err != nil {
+				t.Fatal(err)
+			}
+			at = at.Add(time.Minute)
+		}
+		if step.told == 0 {
+			alertNumber(t, js, n, step.what)
+			continue
+		}
+		n++
+		alertNumber(t, js, n, step.what)
+		select {
+		case got := <-onCall:
+			if got.kind != schemas.AlertFiring || got.key != auditKey(hour) || got.value != step.told || known[got.id] {
+				t.Errorf("%s: on-call gets %+v, want %v under a new id", step.what, got, step.told)
+			}
+			known[got.id] = true
+		case <-time.After(patience):
+			t.Fatalf("%s: nothing reaches on-call", step.what)
+		}
+	}
+	differences = nil
+	if err := one.audit(t.Context(), now.Add(24*time.Hour)); err != nil {
+		t.Fatal(err)
+	}
+	if a := alertNumber(t, js, n+1, "equal again"); a.Type != schemas.AlertResolved || a.Causes != nil {
+		t.Errorf("resolved = %+v", a)
+	}
+	// What an older weir told has no causes.
+	old := &schemas.Alert{Value: 5}
+	if worse(old, map[string]float64{CauseLost: 5}) || !worse(old, map[string]float64{CauseLost: 6}) {
+		t.Error("an older weir's alert is worse by its value alone")
+	}
 }
 
 // A schema that a newer weir has migrated is warned of, and does not stop the older one; one of which a part is gone does not stop
