@@ -13,6 +13,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"time"
 
 	ch "github.com/ClickHouse/clickhouse-go/v2"
 )
@@ -134,10 +135,29 @@ func (o object) lost() string {
 		return ""
 	case o == object{table: "corrections"}:
 		return ", and what it held is lost: invoices lack it until each correction is made again"
-	case o == object{table: "usage"}:
+	case o == object{table: "usage"}, o.table == "usage" && slices.Contains([]string{"route", "rule", "allowed", "rejected", "cost"}, o.column):
 		return ", and what it held is lost: the roll-ups have the last of it, and invoices are made from them"
 	}
 	return ", and what it held is lost"
+}
+
+// counts says whether it holds what was counted: a part of the ledger, or of a roll-up.
+func (o object) counts() bool {
+	return o.kind != "PROJECTION" && (o.table == "usage" || o.table == "reports" || slices.ContainsFunc(rollups, func(t rollup) bool { return t.name == o.table }))
+}
+
+// madeAgain is the row of schema_migrations that says when something that counts was last made again: there is no such migration.
+const madeAgain = 0
+
+// noteRemade is done before it is made. Errors of both are the driver's.
+func (s *Store) noteRemade(ctx context.Context) error {
+	return s.conn.Exec(ctx, "INSERT INTO schema_migrations (version, name) SETTINGS async_insert = 0 SELECT {version:UInt32}, 'made again'", ch.Named("version", uint32(madeAgain)))
+}
+
+// remade is when something that counts was last made again; 1970 when nothing was.
+func (s *Store) remade(ctx context.Context) (t time.Time, err error) {
+	err = s.conn.QueryRow(ctx, "SELECT max(applied) FROM schema_migrations WHERE version = {version:UInt32}", ch.Named("version", uint32(madeAgain))).Scan(&t)
+	return t, err
 }
 
 // lacking is what these migrations have made and is not there. Errors are the driver's.
@@ -197,6 +217,11 @@ func (s *Store) Migrate(ctx context.Context, progress func(string)) error {
 		gone[o.table] = true
 		progress("making " + o.String() + " again, which is gone" + o.lost())
 	}
+	if slices.ContainsFunc(lacking, object.counts) {
+		if err := s.noteRemade(ctx); err != nil {
+			return s.explain("note what is made again", err)
+		}
+	}
 	for _, m := range all {
 		sum, ok := applied[m.version]
 		if ok && sum != m.checksum {
@@ -223,7 +248,7 @@ func (s *Store) Migrate(ctx context.Context, progress func(string)) error {
 		}
 	}
 	for _, t := range rollups {
-		if slices.Contains(lacking, object{table: t.name}) || gone[t.name+"_mv"] {
+		if slices.ContainsFunc(lacking, func(o object) bool { return o.table == t.name && o.counts() }) || gone[t.name+"_mv"] {
 			progress(t.name + " lacks what it had, or what came in meanwhile: weir history rebuild --from 1970-01-01T00:00:00Z fills it from usage")
 		}
 	}

@@ -36,7 +36,11 @@ type Rebuilt struct {
 	Gaps  []Gap     `json:"gaps"`  // that are left, a hundred of them
 	Half  uint64    `json:"half"`  // reports of which only a part is stored: their batch is in hand, or was when somebody stopped
 	Short []Short   `json:"short"` // days whose reports are not whole in the ledger: what roll-ups have more was left alone
-	Bare  uint64    `json:"bare"`  // hours and days of a roll-up of which the ledger has nothing at all: likewise
+	Bare  uint64    `json:"bare"`  // hours and days of a roll-up of which the ledger has nothing, or only what came long after: likewise
+	// Vouched are sums of a roll-up that are not what the ledger has, and another roll-up has them too: likewise.
+	Vouched uint64 `json:"vouched"`
+	// Remade is when a part of the ledger or of a roll-up was last made again, if something of a time before it was left alone for that.
+	Remade time.Time `json:"remade,omitzero"`
 }
 
 // Short is how much the ledger lacks of the reports that arrived on one day.
@@ -59,18 +63,27 @@ const (
 // roll-up, what is missing, or two's complements of what is too much: at any moment a reader sees the old sum or the new
 // one, an interruption leaves slices that are right and slices that are as they were, and a repetition finds nothing to
 // do. Inserts may go on. A slice during which one came in is looked at again, and one in which a report is stored in part
-// is left alone, since its batch will come again. Nothing is taken away that the ledger may have lost: where it has not all that
-// reports say of themselves, or nothing, a roll-up may be all that is left. Progress is told of each day of which there is anything;
-// it may be nil.
+// is left alone, since its batch will come again. Nothing is taken away that the ledger may have lost: what two roll-ups have was there,
+// and where the ledger has not all that reports say of themselves, or nothing, or was made again since, a roll-up may be all that is left.
+// Progress is told of each day of which there is anything; it may be nil.
 func (s *Store) Rebuild(ctx context.Context, from, to time.Time, progress func(day time.Time, rows uint64)) (Rebuilt, error) {
+	return s.rebuild(ctx, from, to, nil, progress)
+}
+
+// rebuild is Rebuild in doubt about reports: what they explain may be in every roll-up twice, or in none.
+func (s *Store) rebuild(ctx context.Context, from, to time.Time, reports []stored, progress func(day time.Time, rows uint64)) (Rebuilt, error) {
 	day := 24 * time.Hour
 	r := Rebuilt{From: from.UTC().Truncate(day), To: to.UTC().Add(day - 1).Truncate(day), Equal: true, Gaps: []Gap{}, Short: []Short{}}
-	b := rebuild{s: s, run: rand.Text(), tries: rebuildTries, whole: map[time.Time]bool{}, out: &r}
+	b := rebuild{s: s, run: rand.Text(), tries: rebuildTries, reports: reports, whole: map[time.Time]bool{}, out: &r}
 	days, err := s.days(ctx, r.From, r.To)
 	if err != nil {
 		return r, s.explain("look for days", err)
 	}
+	if b.remade, err = s.remade(ctx); err != nil {
+		return r, s.explain("look when the ledger was made", err)
+	}
 	for _, d := range days {
+		b.coarser = map[segment][]Gap{}
 		before := r.Rows
 		for _, t := range rollups {
 			if equal, err := b.equal(ctx, t, d, d.Add(day)); err != nil {
@@ -99,6 +112,11 @@ type rebuild struct {
 	tries int                // of a slice in which reports are half there and nothing comes in
 	whole map[time.Time]bool // of the reports that arrived on a day, as far as it is known
 	out   *Rebuilt
+
+	remade  time.Time         // the ledger or a roll-up, in part at least
+	coarser map[segment][]Gap // of the day in hand: gaps of roll-ups that are done
+	reports []stored          // in doubt
+	sums    map[Gap]Gap       // of their usage, by place and the roll-up whose grain it is
 }
 
 // equal is the quick look at a day: nothing differs, and no report is half there.
@@ -122,6 +140,13 @@ func (b *rebuild) slice(ctx context.Context, t rollup, from, to time.Time) error
 		if err != nil || len(gaps) == 0 && before.half == 0 {
 			return err
 		}
+		var right []Gap
+		var told func()
+		if before.half == 0 {
+			if right, told, err = b.warranted(ctx, t, gaps, from, to, before.timely == 0); err != nil {
+				return err
+			}
+		}
 		after, err := b.s.settledReports(ctx, from, to)
 		if err != nil {
 			return err
@@ -129,12 +154,9 @@ func (b *rebuild) slice(ctx context.Context, t rollup, from, to time.Time) error
 		// Usage is stored before its roll-ups, and its report last: if no report came in meanwhile, and none is half there,
 		// all of these gaps are here to stay.
 		if before == after && before.half == 0 {
-			right, err := b.warranted(ctx, gaps, from, to, before.reports == 0)
-			if err != nil {
-				return err
-			}
 			if len(right) == 0 {
 				b.leave(gaps)
+				told()
 				return nil
 			}
 			// An insert that was not acknowledged keeps its name, so that it cannot count twice if it was made after all.
@@ -176,23 +198,116 @@ func (b *rebuild) leave(gaps []Gap) {
 	b.out.Gaps = append(b.out.Gaps, gaps[:min(len(gaps), maxGaps-len(b.out.Gaps))]...)
 }
 
-// warranted are the gaps that are no fault of the ledger. What it may have lost is in none that adds to the roll-up.
-func (b *rebuild) warranted(ctx context.Context, gaps []Gap, from, to time.Time, bare bool) ([]Gap, error) {
-	takes := func(g Gap) bool { return g.Allowed < 0 || g.Rejected < 0 || g.Cost < 0 }
-	if !slices.ContainsFunc(gaps, takes) {
-		return gaps, nil
+// takes says whether mending the gap takes something out of the roll-up.
+func (g Gap) takes() bool { return g.Allowed < 0 || g.Rejected < 0 || g.Cost < 0 }
+
+// warranted are the gaps that are no fault of the ledger, and what to tell of the others if these are all that is left. The three
+// roll-ups are made by the same inserts: what one alone has too much is its own fault, and what another has too was there, unless
+// reports in doubt explain it. What the ledger may have lost is in no gap that adds to the roll-up, except that it may have moved: where
+// something of a tenant is left, what the others lack as well is not added to it.
+func (b *rebuild) warranted(ctx context.Context, t rollup, gaps []Gap, from, to time.Time, bare bool) ([]Gap, func(), error) {
+	if !slices.ContainsFunc(gaps, Gap.takes) {
+		return gaps, func() {}, nil
 	}
 	short, err := b.short(ctx, from, to)
+	if err != nil {
+		return nil, nil, err
+	}
+	others, err := b.others(ctx, t, from, to)
+	if err != nil {
+		return nil, nil, err
+	}
+	suspect, told := true, func() {}
 	switch {
-	case err != nil:
-		return nil, err
 	case short: // which is noted
 	case bare:
-		b.out.Bare++
+		told = func() { b.out.Bare++ }
+	case from.Before(b.remade):
+		told = func() { b.out.Remade = b.remade }
 	default:
-		return gaps, nil
+		suspect, told = false, func() { b.out.Vouched += uint64(len(gaps)) }
 	}
-	return slices.DeleteFunc(slices.Clone(gaps), takes), nil
+	type owner struct {
+		at     time.Time
+		tenant string
+	}
+	left := map[owner]bool{}
+	leave := func(g Gap) bool {
+		is := g.takes() && (suspect || b.vouched(t, g, others, Gap.takes))
+		if is {
+			left[owner{g.Time, g.Tenant}] = true
+		}
+		return is
+	}
+	right := slices.DeleteFunc(slices.Clone(gaps), leave)
+	return slices.DeleteFunc(right, func(g Gap) bool {
+		return !g.takes() && left[owner{g.Time, g.Tenant}] && b.vouched(t, g, others, func(o Gap) bool { return o != o.place() && !o.takes() })
+	}), told, nil
+}
+
+// vouched says that another roll-up has a gap like that one, and that reports in doubt do not explain both.
+func (b *rebuild) vouched(t rollup, g Gap, others map[Gap]Gap, like func(Gap) bool) bool {
+	for _, o := range rollups {
+		grain := max(t.grain, o.grain)
+		place := g.place()
+		place.Rollup, place.Time = o.name, g.Time.Truncate(grain)
+		if other := others[place]; o != t && like(other) && !(b.explained(g, t.grain) && b.explained(other, grain)) {
+			return true
+		}
+	}
+	return false
+}
+
+// others are the gaps that the other roll-ups have at this time, by place, added up to the grain of t where theirs is finer.
+func (b *rebuild) others(ctx context.Context, t rollup, from, to time.Time) (map[Gap]Gap, error) {
+	out := map[Gap]Gap{}
+	for _, o := range rollups {
+		if o == t {
+			continue
+		}
+		grain := max(t.grain, o.grain)
+		at := segment{o.name, from.Truncate(grain), to.Add(grain - 1).Truncate(grain)}
+		gaps, known := b.coarser[at]
+		if !known || o.grain < t.grain {
+			var err error
+			if gaps, err = b.s.gaps(ctx, rollup{o.name, grain}, at.from, at.to); err != nil {
+				return nil, err
+			}
+			if o.grain > t.grain && b.coarser != nil {
+				b.coarser[at] = gaps
+			}
+		}
+		for _, g := range gaps {
+			out[g.place()] = g
+		}
+	}
+	return out, nil
+}
+
+// explained says that the gap is no more than reports in doubt have there.
+func (b *rebuild) explained(g Gap, grain time.Duration) bool {
+	if b.sums == nil {
+		b.sums = map[Gap]Gap{}
+		for i := range b.reports {
+			for _, u := range b.reports[i].Value.Usage {
+				for _, t := range rollups {
+					place := Gap{Rollup: t.name, Time: u.Time.UTC().Truncate(t.grain), Tenant: u.Tenant, Route: u.Route, Rule: u.Rule}
+					sum := b.sums[place]
+					sum.Allowed, sum.Rejected, sum.Cost = sum.Allowed+int64(u.Allowed), sum.Rejected+int64(u.Rejected), sum.Cost+int64(u.Cost)
+					b.sums[place] = sum
+				}
+			}
+		}
+	}
+	place := g.place()
+	for _, t := range rollups {
+		if t.grain == grain {
+			place.Rollup = t.name
+		}
+	}
+	within := func(n, sum int64) bool { return max(n, -n) <= sum }
+	sum := b.sums[place]
+	return within(g.Allowed, sum.Allowed) && within(g.Rejected, sum.Rejected) && within(g.Cost, sum.Cost)
 }
 
 // short says whether a report that is not whole in the ledger may have had usage of from <= ts < to. It looks at the arrivals of a day
@@ -352,11 +467,11 @@ func (s *Store) mendRollups(ctx context.Context, reports []stored) error {
 				continue
 			}
 			log.Error("a roll-up is not what it is made of, rebuilding the roll-ups")
-			switch r, err := s.Rebuild(ctx, r.from, r.to, nil); {
+			switch r, err := s.rebuild(ctx, r.from, r.to, reports, nil); {
 			case err != nil:
 				log.Error("the roll-ups may not be equal to the ledger: run weir history rebuild", "err", err)
 			case !r.Equal:
-				log.Error("the roll-ups are not equal to the ledger, and left alone: run weir history verify", "half", r.Half, "short", r.Short, "bare", r.Bare)
+				log.Error("the roll-ups are not equal to the ledger, and left alone: run weir history verify", "half", r.Half, "short", r.Short, "bare", r.Bare, "vouched", r.Vouched, "remade", r.Remade)
 			}
 		}
 		finer = t.name
@@ -388,7 +503,8 @@ func (s *Store) gapsUpTo(ctx context.Context, t rollup, with string, from, to ti
 			SELECT fromUnixTimestamp64Milli(toUnixTimestamp64Milli(ts) - toUnixTimestamp64Milli(ts) % {grain:Int64}, 'UTC') AS at, tenant, route, rule,
 				toInt64(allowed) AS a, toInt64(rejected) AS r, toInt64(cost) AS c FROM `+with+` WHERE `+within+`
 			UNION ALL
-			SELECT ts, tenant, route, rule, -toInt64(allowed), -toInt64(rejected), -toInt64(cost) FROM `+t.name+` WHERE `+within+`
+			SELECT fromUnixTimestamp64Milli(toUnixTimestamp64Milli(ts) - toUnixTimestamp64Milli(ts) % {grain:Int64}, 'UTC'), tenant, route, rule,
+				-toInt64(allowed), -toInt64(rejected), -toInt64(cost) FROM `+t.name+` WHERE `+within+`
 		) GROUP BY at, tenant, route, rule HAVING allowed != 0 OR rejected != 0 OR cost != 0 ORDER BY at, tenant, route, rule LIMIT {most:UInt64}`+final,
 		append(window(from, to), ch.Named("grain", t.grain.Milliseconds()), ch.Named("most", most))...)
 	if err != nil {
@@ -407,12 +523,14 @@ func (s *Store) gapsUpTo(ctx context.Context, t rollup, with string, from, to ti
 	return out, errors.Join(rows.Err(), rows.Close())
 }
 
-// settlement is which reports have rows in a part of the ledger: how many, and how many of them are not stored whole.
-type settlement struct{ reports, half uint64 }
+// settlement is which reports have rows in a part of the ledger: how many, how many of them arrived no longer than mendWithin after
+// it, and how many are not stored whole.
+type settlement struct{ reports, timely, half uint64 }
 
 func (s *Store) settledReports(ctx context.Context, from, to time.Time) (n settlement, err error) {
-	err = s.conn.QueryRow(ctx, `WITH seen AS (SELECT gateway, boot, seq FROM usage WHERE `+within+` GROUP BY gateway, boot, seq)
-		SELECT (SELECT count() FROM seen), (SELECT count() FROM seen WHERE (gateway, boot, seq) NOT IN (
-			SELECT gateway, boot, seq FROM reports WHERE (gateway, boot) IN (SELECT gateway, boot FROM seen)))`, window(from, to)...).Scan(&n.reports, &n.half)
+	err = s.conn.QueryRow(ctx, `WITH seen AS (SELECT gateway, boot, seq, min(received) AS first FROM usage WHERE `+within+` GROUP BY gateway, boot, seq)
+		SELECT (SELECT count() FROM seen), (SELECT countIf(first < fromUnixTimestamp64Milli({timely:Int64}, 'UTC')) FROM seen), (SELECT count() FROM seen WHERE (gateway, boot, seq) NOT IN (
+			SELECT gateway, boot, seq FROM reports WHERE (gateway, boot) IN (SELECT gateway, boot FROM seen)))`,
+		append(window(from, to), ch.Named("timely", millis(to.Add(mendWithin))))...).Scan(&n.reports, &n.timely, &n.half)
 	return n, err
 }

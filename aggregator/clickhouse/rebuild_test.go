@@ -330,3 +330,149 @@ func TestRebuildOfAllTime(t *testing.T) {
 		t.Errorf("Rebuild = %+v, %v, of the days %v, want %s", r, err, days, want)
 	}
 }
+
+// What the ledger may have lost stays in the roll-ups, whoever mends them and whatever else is gone: the tables with all that tells of
+// it, a day that was cut by hand, a column. What one roll-up alone has too much is taken out all the same, beside it.
+func TestRebuildLeavesWhatRollupsVouchFor(t *testing.T) {
+	do := func(t *testing.T, s *Store, sqls ...string) {
+		for _, sql := range sqls {
+			run(t, s, sql+" SETTINGS mutations_sync = 2")
+		}
+	}
+	migrate := func(t *testing.T, s *Store) {
+		if err := s.Migrate(t.Context(), func(string) {}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	late := func(t *testing.T, s *Store, after time.Duration) {
+		b := batchOf(100, reportAt("late", 1, noon, 1))
+		b.Items[0].Arrived = b.Items[0].Arrived.Add(after)
+		store(t, s, b)
+	}
+	all := []string{"usage_1d", "usage_1h", "usage_1m"}
+	for _, c := range []struct {
+		name   string
+		damage func(t *testing.T, s *Store) // after reports of 90 requests are stored
+		more   uint64                       // requests that come in with it
+		keep   []string                     // roll-ups that have it all
+		says   func(r Rebuilt) bool
+	}{
+		{"tables dropped, and a batch fails", func(t *testing.T, s *Store) {
+			do(t, s, "DROP TABLE usage", "DROP TABLE reports")
+			b := batchOf(10, reportAt("a", 4, noon, 10))
+			if err := s.Reports(t.Context(), b); err == nil {
+				t.Fatal("Reports = nil without tables")
+			}
+			migrate(t, s)
+			store(t, s, b)
+		}, 30, all, func(r Rebuilt) bool { return !r.Remade.IsZero() }},
+		{"tables emptied, and a batch fails", func(t *testing.T, s *Store) {
+			do(t, s, "TRUNCATE TABLE usage", "TRUNCATE TABLE reports")
+			s.Doubt()
+			store(t, s, batchOf(10, reportAt("a", 4, noon, 10)))
+		}, 30, all, func(r Rebuilt) bool { return r.Vouched > 0 }},
+		{"cut by hand, and a late report", func(t *testing.T, s *Store) {
+			do(t, s, "DELETE FROM usage WHERE ts < '2026-11-16'", "DELETE FROM reports WHERE received < '2026-11-16'")
+			late(t, s, 24*time.Hour)
+		}, 3, all, func(r Rebuilt) bool { return r.Vouched > 0 }},
+		{"all cut but days, and a late report", func(t *testing.T, s *Store) {
+			for _, table := range []string{"usage", "reports", "usage_1m", "usage_1h"} {
+				do(t, s, "ALTER TABLE "+table+" DROP PARTITION 202611")
+			}
+			late(t, s, 40*24*time.Hour)
+		}, 3, all[:1], func(r Rebuilt) bool { return r.Bare > 0 }},
+		{"all dropped but days, and a late report", func(t *testing.T, s *Store) {
+			do(t, s, "DROP TABLE usage", "DROP TABLE reports", "DROP TABLE usage_1m", "DROP TABLE usage_1h")
+			migrate(t, s)
+			late(t, s, 0)
+		}, 3, all[:1], func(r Rebuilt) bool { return !r.Remade.IsZero() }},
+		{"column cost dropped", func(t *testing.T, s *Store) {
+			do(t, s, "DROP TABLE usage_1m_mv", "DROP TABLE usage_1h_mv", "DROP TABLE usage_1d_mv", "ALTER TABLE usage DROP COLUMN cost")
+			migrate(t, s)
+			s.Doubt()
+			late(t, s, 0)
+		}, 3, all, func(r Rebuilt) bool { return !r.Remade.IsZero() }},
+		{"column cost made 0", func(t *testing.T, s *Store) {
+			do(t, s, "ALTER TABLE usage UPDATE cost = 0 WHERE 1")
+			s.Doubt()
+			late(t, s, 0)
+		}, 3, all, func(r Rebuilt) bool { return r.Vouched > 0 }},
+		{"column route dropped", func(t *testing.T, s *Store) {
+			do(t, s, "DROP TABLE usage_1m_mv", "DROP TABLE usage_1h_mv", "DROP TABLE usage_1d_mv", "ALTER TABLE usage DROP COLUMN route")
+			migrate(t, s)
+			s.Doubt()
+			late(t, s, 0)
+		}, 3, all, func(r Rebuilt) bool { return !r.Remade.IsZero() }},
+		{"column route made empty", func(t *testing.T, s *Store) {
+			do(t, s, "ALTER TABLE usage UPDATE route = '' WHERE 1")
+			s.Doubt()
+			late(t, s, 0)
+		}, 3, all, func(r Rebuilt) bool { return r.Vouched > 0 }},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			s := fresh(t)
+			store(t, s, batchOf(1, reportAt("a", 1, noon, 10), reportAt("a", 2, noon.Add(time.Minute), 10), reportAt("b", 1, noon.Add(-2*time.Hour), 10)))
+			c.damage(t, s)
+			want := func(when string) {
+				t.Helper()
+				for _, table := range c.keep {
+					for column, want := range map[string]uint64{"allowed + rejected": 90 + c.more, "cost": (90 + c.more) / 3 * 4} {
+						if got := number(t, s, "(SELECT sumIf("+column+", route = 'orders') FROM "+table+")"); got != want {
+							t.Errorf("%s: %s has %s %d, want %d", when, table, column, got, want)
+						}
+						if got := number(t, s, "(SELECT sum("+column+") FROM "+table+")"); got != want {
+							t.Errorf("%s: %s has %s %d of all routes, want %d", when, table, column, got, want)
+						}
+					}
+				}
+			}
+			want("damaged")
+			rebuild := func() Rebuilt {
+				t.Helper()
+				r, err := s.Rebuild(t.Context(), noon, noon.Add(time.Hour), nil)
+				if err != nil {
+					t.Fatal(err)
+				}
+				return r
+			}
+			if r := rebuild(); r.Equal || !c.says(r) {
+				t.Errorf("Rebuild = %+v, want it told", r)
+			}
+			want("rebuilt")
+			if r := rebuild(); r.Equal || r.Rows != 0 {
+				t.Errorf("Rebuild again = %+v, want nothing to do", r)
+			}
+			if r := rebuild(); r.Vouched == 0 { // where marks stand in the way, nothing is taken out at all
+				return
+			}
+			run(t, s, "INSERT INTO usage_1h (ts, tenant, route, rule, allowed, rejected, cost) VALUES ('2026-11-15 12:00:00', 'nobody', 'orders', '', 5, 0, 5)")
+			if r := rebuild(); r.Equal || r.Rows != 1 {
+				t.Errorf("Rebuild with a sum of nobody in one roll-up = %+v, want that put right", r)
+			}
+			want("rebuilt with a sum of nobody")
+		})
+	}
+}
+
+// A batch that a killed server has left twice in every roll-up is taken out of them when it is done again, and it alone: a rebuild that
+// knows of no batch does not tell it from what the ledger has lost.
+func TestMendWhatAllRollupsHaveTwice(t *testing.T) {
+	s := fresh(t)
+	store(t, s, batchOf(1, reportAt("a", 1, noon, 10)))
+	b := batchOf(2, reportAt("a", 2, noon.Add(time.Second), 10), reportAt("a", 3, noon.Add(time.Minute), 10))
+	store(t, s, b)
+	for _, insert := range []string{"FROM usage WHERE seq = 2", "FROM usage WHERE seq >= 2"} {
+		run(t, s, "CREATE TABLE copy AS usage")
+		run(t, s, "INSERT INTO copy SELECT * "+insert)
+		for table, grain := range map[string]string{"usage_1d": "Day", "usage_1h": "Hour", "usage_1m": "Minute"} {
+			run(t, s, "INSERT INTO "+table+" SELECT toDateTime64(toStartOf"+grain+"(u.ts, 'UTC'), 3, 'UTC') AS at, tenant, route, rule, sum(allowed), sum(rejected), sum(cost) FROM copy AS u GROUP BY at, tenant, route, rule")
+		}
+		run(t, s, "DROP TABLE copy")
+		if r, err := s.Rebuild(t.Context(), noon, noon.Add(time.Hour), nil); err != nil || r.Equal || r.Rows != 0 || r.Vouched == 0 {
+			t.Errorf("Rebuild = %+v, %v, want it told", r, err)
+		}
+		s.Doubt()
+		store(t, s, b)
+		wantUsage(t, s, 30, 90)
+	}
+}

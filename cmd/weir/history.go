@@ -39,9 +39,10 @@ func historyRebuildCommand() *cobra.Command {
 		Use:   "rebuild",
 		Short: "Make the roll-ups what the ledger adds up to, and prove it",
 		Long: `Rebuild compares usage_1m, usage_1h and usage_1d with usage FINAL over whole days of UTC, puts right what differs, and compares
-again. Reports may come in meanwhile; an interrupted rebuild is repeated. Nothing is taken out of a roll-up where the ledger lacks
-what reports say of themselves, or has nothing at all: the roll-up may be all that is left. It is said, and who knows that the
-ledger is right drops that month of the roll-up in ClickHouse before. It exits 1 when something still differs.`,
+again. Reports may come in meanwhile; an interrupted rebuild is repeated. What one roll-up alone has too much is taken out of it. What
+another has too may be lost from the ledger, and stays, as all does where the ledger lacks what reports say of themselves, has nothing,
+or was made again since. It is said, and who knows that the ledger is right drops that month of the roll-up in ClickHouse before. It
+exits 1 when something still differs.`,
 		Example: "  weir history rebuild --from 2026-11-01T00:00:00Z --to 2026-12-01T00:00:00Z",
 		Args:    noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
@@ -77,7 +78,13 @@ func printRebuilt(w io.Writer, r clickhouse.Rebuilt) {
 		text.Printf(w, "%d reports that arrived on %s lack %d requests in the ledger: what roll-ups may have of them was left alone; weir history verify says whose they are\n", s.Reports, s.Day.Format(time.DateOnly), s.Requests)
 	}
 	if r.Bare > 0 {
-		text.Printf(w, "the ledger has nothing of %d hours and days of roll-ups: they were left alone\n", r.Bare)
+		text.Printf(w, "the ledger has nothing of %d hours and days of roll-ups, or only what came long after: nothing was taken out of them\n", r.Bare)
+	}
+	if !r.Remade.IsZero() {
+		text.Printf(w, "a part of the ledger or of a roll-up was made again at %s: nothing of an hour or day that began before was taken out\n", r.Remade.Format(time.RFC3339))
+	}
+	if r.Vouched > 0 {
+		text.Printf(w, "%d sums of a roll-up were left alone, since another roll-up has them too: the ledger may have lost them\n", r.Vouched)
 	}
 	verdict := "equal"
 	if !r.Equal || r.Half > 0 {
