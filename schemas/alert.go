@@ -2,8 +2,8 @@ package schemas
 
 import "time"
 
-// Alert is one change of one alert: it began to fire, got worse, which is told as a beginning of its own, or was resolved. Its JSON is the webhook's body and the
-// message on weir.alert.v1.<severity>.
+// Alert is one change of one alert: it began to fire, got worse, which is told as firing once more, or was resolved. Its JSON is the
+// webhook's body and the message on weir.alert.v1.<severity>.
 type Alert struct {
 	Type      string             `json:"type"`     // weir.alert.firing or weir.alert.resolved
 	Name      string             `json:"alert"`    // low-tokens, clock-drift, anomaly, …

@@ -85,9 +85,13 @@ func (a *auditor) audit(ctx context.Context, now time.Time) error {
 		all := wrong[hour]
 		sizes := auditSizes(all)
 		switch {
-		case len(all) > 0 && (!fires || worse(&was, sizes)): // which begins anew: a message of the same beginning would be taken for the same
+		case len(all) > 0 && (!fires || worse(&was, sizes)):
+			began := now.UTC().Truncate(time.Millisecond)
+			if fires {
+				began = was.StartsAt
+			}
 			err = a.alerts.tell(ctx, schemas.Alert{Type: schemas.AlertFiring, DedupKey: auditKey(hour),
-				Gateway: all[0].Gateway, Summary: auditSummary(hour, all), Value: auditSize(sizes, auditCauses), Causes: sizes, StartsAt: now.UTC().Truncate(time.Millisecond)})
+				Gateway: all[0].Gateway, Summary: auditSummary(hour, all), Value: auditSize(sizes, auditCauses), Causes: sizes, StartsAt: began})
 		case len(all) == 0 && fires:
 			was.Type, was.EndsAt, was.Value, was.Causes = schemas.AlertResolved, now.UTC().Truncate(time.Millisecond), 0, nil
 			was.Summary = fmt.Sprintf("usage of the hour %s adds up", hour.Format(time.RFC3339))

@@ -60,15 +60,20 @@ func (b *bulletin) learn(ctx context.Context) error {
 	return nil
 }
 
-// tell stores a change, unless the stream has a message that we do not know.
+// tell stores a change, unless the stream has a message that we do not know. An alert that fires already, and is told again, is news under
+// an id of its own: on-call drops what it has had.
 func (b *bulletin) tell(ctx context.Context, alert schemas.Alert) error {
 	alert.Name, alert.Severity = b.name, b.severity
 	body, err := schemas.EncodeAlert(&alert)
 	if err != nil {
 		return fmt.Errorf("store alert %s: %w", alert.DedupKey, err)
 	}
+	id := alerting.MessageID(&alert)
+	if _, fires := b.firing[alert.DedupKey]; fires && alert.Type == schemas.AlertFiring {
+		id = fmt.Sprintf("%s-%d", id, b.seq)
+	}
 	msg := &nats.Msg{Subject: schemas.AlertPrefix + alert.Severity, Data: body, Header: nats.Header{"Content-Type": {schemas.ContentJSON}}}
-	ack, err := b.js.PublishMsg(ctx, msg, natsjs.WithMsgID(alerting.MessageID(&alert)), natsjs.WithExpectLastSequence(b.seq))
+	ack, err := b.js.PublishMsg(ctx, msg, natsjs.WithMsgID(id), natsjs.WithExpectLastSequence(b.seq))
 	if err != nil {
 		return fmt.Errorf("store alert %s: %w", alert.DedupKey, err)
 	}

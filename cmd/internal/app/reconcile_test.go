@@ -844,7 +844,9 @@ func TestAuditorTellsWhatGetsWorse(t *testing.T) {
 			continue
 		}
 		n++
-		alertNumber(t, js, n, step.what)
+		if a := alertNumber(t, js, n, step.what); !a.StartsAt.Equal(now) {
+			t.Errorf("%s: it began at %s, want %s", step.what, a.StartsAt, now)
+		}
 		select {
 		case got := <-onCall:
 			if got.kind != schemas.AlertFiring || got.key != auditKey(hour) || got.value != step.told || known[got.id] {
