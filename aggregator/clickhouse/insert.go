@@ -327,11 +327,14 @@ func (s *Store) mine(ctx context.Context, tok string, items []schemas.Delivered[
 	if err != nil {
 		return nil, nil, false, err
 	}
+	if err := s.recall(ctx, tok, items, by); err != nil {
+		return nil, nil, false, err
+	}
 	mine = make([]stored, 0, len(items))
 	seen := make(map[reportID]known, len(items))
 	whole = true
 	for i, it := range items {
-		id, this := idOf(it.Value), known{tok, Contents{it.Value.Requests(), contents[i]}}
+		id, this := idOf(it.Value), known{tok, it.Arrived, Contents{it.Value.Requests(), contents[i]}}
 		other, was := seen[id], by[id]
 		if other.batch == "" && was.batch != "" && was.batch != tok {
 			other = was
@@ -352,7 +355,8 @@ func (s *Store) mine(ctx context.Context, tok string, items []schemas.Delivered[
 
 // known is what is known of a report of some name.
 type known struct {
-	batch string // that stored it
+	batch    string // that stored it
+	received time.Time
 	Contents
 }
 
@@ -375,14 +379,14 @@ func (s *Store) storedBy(ctx context.Context, tok string, items []schemas.Delive
 	by := map[reportID]known{}
 	for part := range slices.Chunk(items, reportsAtOnce) {
 		rows, err := s.conn.Query(ch.Context(ctx, ch.WithParameters(ch.Parameters{"ids": ids(part, func(it *schemas.Delivered[*schemas.Report]) *schemas.Report { return it.Value })})),
-			"SELECT gateway, boot, seq, batch, requests, content FROM reports WHERE (gateway, boot, seq) IN {ids:Array(Tuple(String, String, UInt64))}")
+			"SELECT gateway, boot, seq, batch, received, requests, content FROM reports WHERE (gateway, boot, seq) IN {ids:Array(Tuple(String, String, UInt64))}")
 		if err != nil {
 			return nil, err
 		}
 		var id reportID
 		var k known
 		for rows.Next() {
-			if err := rows.Scan(&id.gateway, &id.boot, &id.seq, &k.batch, &k.Requests, &k.Digest); err != nil {
+			if err := rows.Scan(&id.gateway, &id.boot, &id.seq, &k.batch, &k.received, &k.Requests, &k.Digest); err != nil {
 				return nil, errors.Join(err, rows.Close())
 			}
 			if by[id].batch != tok {
@@ -394,6 +398,71 @@ func (s *Store) storedBy(ctx context.Context, tok string, items []schemas.Delive
 		}
 	}
 	return by, nil
+}
+
+// recallBehind is how long before its arrival the usage of a report is looked for: few are late by more.
+const recallBehind = 2 * time.Hour
+
+// recall finds in the ledger what was in reports of other batches that are stored and of which it is not known: reports.content was made
+// again, or they are from before there was one. It looks at the time of their namesakes, and at recallBehind before they arrived: what the
+// ledger has not all of there stays unknown.
+func (s *Store) recall(ctx context.Context, tok string, items []schemas.Delivered[*schemas.Report], by map[reportID]known) error {
+	var unknown []stored
+	for _, it := range items {
+		if k := by[idOf(it.Value)]; k.batch != "" && k.batch != tok && k.Digest == 0 {
+			unknown = append(unknown, stored{Delivered: it})
+		}
+	}
+	for part := range slices.Chunk(unknown, reportsAtOnce) {
+		from, to, some := span(usageTable, entries(part, func(r *schemas.Report) []schemas.Usage { return r.Usage }))
+		if !some {
+			continue
+		}
+		arrived := make([]time.Time, len(part))
+		for i := range part {
+			arrived[i] = by[idOf(part[i].Value)].received
+		}
+		first, last := slices.MinFunc(arrived, time.Time.Compare).Add(-recallBehind), slices.MaxFunc(arrived, time.Time.Compare).Add(time.Minute)
+		had := map[reportID]*schemas.Report{}
+		rows, err := s.conn.Query(ch.Context(ctx, ch.WithParameters(ch.Parameters{"ids": ids(part, func(r *stored) *schemas.Report { return r.Value }), "from": from, "to": to,
+			"first": strconv.FormatInt(first.UnixMilli(), 10), "last": strconv.FormatInt(last.UnixMilli(), 10)})),
+			"SELECT gateway, boot, seq, ts, tenant, route, rule, layer, allowed, rejected, cost FROM usage FINAL WHERE ("+within+
+				" OR ts >= fromUnixTimestamp64Milli({first:Int64}, 'UTC') AND ts < fromUnixTimestamp64Milli({last:Int64}, 'UTC')) AND (gateway, boot, seq) IN {ids:Array(Tuple(String, String, UInt64))} ORDER BY entry"+final)
+		if err != nil {
+			return err
+		}
+		var id reportID
+		var u schemas.Usage
+		for rows.Next() {
+			if err := rows.Scan(&id.gateway, &id.boot, &id.seq, &u.Time, &u.Tenant, &u.Route, &u.Rule, &u.Layer, &u.Allowed, &u.Rejected, &u.Cost); err != nil {
+				return errors.Join(err, rows.Close())
+			}
+			if had[id] == nil {
+				had[id] = &schemas.Report{}
+			}
+			had[id].Usage = append(had[id].Usage, u)
+		}
+		if err := errors.Join(rows.Err(), rows.Close()); err != nil {
+			return err
+		}
+		for id, r := range had {
+			if k := by[id]; k.Requests == r.Requests() {
+				k.Digest = content(r)
+				by[id] = k
+			}
+		}
+	}
+	return nil
+}
+
+// span is the time of entries, for a condition of within; false when there are none.
+func span[E any](t table[entry[E]], all []entry[E]) (from, to string, some bool) {
+	times, _ := t.columns[0].values(all).([]time.Time) // of a table of entries: ts
+	if len(times) == 0 {
+		return "", "", false
+	}
+	from = strconv.FormatInt(slices.MinFunc(times, time.Time.Compare).UnixMilli(), 10)
+	return from, strconv.FormatInt(slices.MaxFunc(times, time.Time.Compare).UnixMilli()+1, 10), true
 }
 
 // ids is the names of reports as an array of ClickHouse. They are letters, digits, '-' and '_': schemas saw to it.
@@ -451,13 +520,12 @@ func putEntries[E any](t table[entry[E]], of func(*schemas.Report) []E) func(con
 func putMissing[E any](ctx context.Context, s *Store, t table[entry[E]], tok string, reports []stored, of func(*schemas.Report) []E) error {
 	var lost []stored
 	for part := range slices.Chunk(reports, reportsAtOnce) {
-		times, _ := t.columns[0].values(entries(part, of)).([]time.Time) // of a table of entries: ts
-		if len(times) == 0 {
+		from, to, some := span(t, entries(part, of))
+		if !some {
 			continue
 		}
-		from, to := slices.MinFunc(times, time.Time.Compare).UnixMilli(), slices.MaxFunc(times, time.Time.Compare).UnixMilli()+1
 		rows, err := s.conn.Query(ch.Context(ctx, ch.WithParameters(ch.Parameters{"ids": ids(part, func(r *stored) *schemas.Report { return r.Value }),
-			"from": strconv.FormatInt(from, 10), "to": strconv.FormatInt(to, 10)})),
+			"from": from, "to": to})),
 			"SELECT gateway, boot, seq, uniqExact(entry) FROM "+t.name+" WHERE "+within+" AND (gateway, boot, seq) IN {ids:Array(Tuple(String, String, UInt64))} GROUP BY gateway, boot, seq")
 		if err != nil {
 			return err
