@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"regexp"
 	"slices"
 	"strconv"
 	"strings"
@@ -39,7 +40,7 @@ func (s *Store) Problems(ctx context.Context) []string {
 	if err := s.Check(ctx); err != nil {
 		out = append(out, err.Error())
 	}
-	for _, ask := range []func(context.Context) ([]string, error){s.pinned, s.weakTables, s.zoneless, s.parts} {
+	for _, ask := range []func(context.Context) ([]string, error){s.pinned, s.weakTables, s.fading, s.zoneless, s.parts} {
 		lines, err := ask(ctx)
 		if err != nil {
 			lines = append(lines, s.explain("look for problems", err).Error())
@@ -83,6 +84,35 @@ func (s *Store) weakTables(ctx context.Context) ([]string, error) {
 				out = append(out, fmt.Sprintf("table %s has no fsync_after_insert and fsync_part_directory: a power cut may lose what was acknowledged", name))
 			}
 		})
+	return out, err
+}
+
+// Where a CREATE statement says that a column, or the whole table, has a TTL, and what of that only moves or compresses.
+var (
+	columnTTL = regexp.MustCompile("`(\\w+)` [^`]*? TTL ([^`]*?)(?:, `|$)")
+	inParens  = regexp.MustCompile(`\([^()]*\)`)
+	harmless  = regexp.MustCompile(` TO (?:DISK|VOLUME) '| RECOMPRESS `)
+)
+
+// fading are tables that are to be kept, whose rows ClickHouse deletes by age, or a column of them.
+func (s *Store) fading(ctx context.Context) ([]string, error) {
+	var out []string
+	err := s.each(ctx, "SELECT name, create_table_query FROM system.tables WHERE database = currentDatabase() AND name IN {names:Array(String)} AND create_table_query LIKE '% TTL %' ORDER BY name",
+		func(name, create string) {
+			columns, engine, _ := strings.Cut(create, ") ENGINE = ")
+			for _, m := range columnTTL.FindAllStringSubmatch(columns, -1) {
+				out = append(out, fmt.Sprintf("column %s of table %s has TTL %s: what it holds is lost by age: ALTER TABLE %s MODIFY COLUMN %s REMOVE TTL", m[1], name, m[2], name, m[1]))
+			}
+			_, ttl, _ := strings.Cut(engine, " TTL ")
+			ttl, _, _ = strings.Cut(ttl, " SETTINGS ")
+			flat := ttl
+			for inParens.MatchString(flat) {
+				flat = inParens.ReplaceAllString(flat, "")
+			}
+			if ttl != "" && slices.ContainsFunc(strings.Split(flat, ","), func(rule string) bool { return !harmless.MatchString(rule) }) {
+				out = append(out, fmt.Sprintf("table %s has TTL %s: its rows are deleted by age: ALTER TABLE %s REMOVE TTL", name, ttl, name))
+			}
+		}, ch.Named("names", durableTables))
 	return out, err
 }
 

@@ -160,22 +160,126 @@ func (s *Store) remade(ctx context.Context) (t time.Time, err error) {
 	return t, err
 }
 
-// lacking is what these migrations have made and is not there. Errors are the driver's.
-func (s *Store) lacking(ctx context.Context, done []migration) ([]object, error) {
+// added finds the definition of the column that a statement adds, less its name, and its type; columnType finds the type alone, where it begins.
+var (
+	added      = regexp.MustCompile(`(?m)^ALTER TABLE \w+ ADD COLUMN IF NOT EXISTS \w+ +((\w+(?:\(.*?\)+)?).*?)(?: FIRST| AFTER \w+)?$`)
+	columnType = regexp.MustCompile(`^\w+(?:\(.*?\)+)?`)
+)
+
+// flaw is something that is there, and not as these migrations have made it.
+type flaw struct {
+	object
+	says string // what it is, and what to do
+	cure string // of a view, which holds nothing: makes it what it was. Else empty
+}
+
+// look says which of all migrations' things are not there, and which are not as they were made, as far as they are applied. What a newer
+// weir may have changed is not judged. Errors are the driver's.
+func (s *Store) look(ctx context.Context, all []migration, applied map[uint32]string) (lacking []object, flaws []flaw, err error) {
 	creates := map[string]string{}
 	if err := s.each(ctx, "SELECT name, create_table_query FROM system.tables WHERE database = currentDatabase()", func(name, create string) { creates[name] = create }); err != nil {
-		return nil, err
+		return nil, nil, err
 	}
-	var out []object
-	for _, m := range done {
+	for _, m := range all {
+		if applied[m.version] == "" {
+			continue
+		}
 		for _, sql := range m.again() {
 			o := objectOf(sql)
-			if !o.in(creates[o.table]) && !slices.Contains(out, object{table: o.table}) {
-				out = append(out, o)
+			create := creates[o.table]
+			switch {
+			case !o.in(create):
+				if !slices.Contains(lacking, object{table: o.table}) {
+					lacking = append(lacking, o)
+				}
+			case newest(applied) > uint32(len(all)):
+			case o.kind == "COLUMN":
+				_, rest, _ := strings.Cut(create, "`"+o.column+"` ")
+				is, want := columnType.FindString(rest), added.FindStringSubmatch(sql)
+				if is != want[2] {
+					flaws = append(flaws, flaw{o, fmt.Sprintf("%s is %s and should be %s: ALTER TABLE %s MODIFY COLUMN %s %s", o, is, want[2], o.table, o.column, want[1]), ""})
+				}
+			case strings.Contains(sql, " VIEW IF NOT EXISTS "):
+				f, err := s.otherView(ctx, o, create, sql)
+				if err != nil {
+					return nil, nil, err
+				}
+				if f != nil {
+					flaws = append(flaws, *f)
+				}
 			}
 		}
 	}
-	return out, nil
+	if len(lacking) == 0 {
+		return nil, flaws, nil
+	}
+	detached := map[string]bool{}
+	err = s.each(ctx, "SELECT table, database FROM system.detached_tables WHERE database = currentDatabase()", func(name, _ string) { detached[name] = true })
+	if _, ok := errors.AsType[*ch.Exception](err); err != nil && !ok { // else the server is too old to say, or will not
+		return nil, nil, err
+	}
+	lacking = slices.DeleteFunc(lacking, func(o object) bool {
+		if o.kind == "" && detached[o.table] {
+			flaws = append(flaws, flaw{o, fmt.Sprintf("%s is detached, with all that it holds: ATTACH TABLE %s", o, o), ""})
+			return true
+		}
+		return false
+	})
+	return lacking, flaws, nil
+}
+
+// incidental is what may differ in the CREATE statement of a view before what it selects.
+var incidental = regexp.MustCompile(` IF NOT EXISTS| \(.*\)| DEFINER = \S+| SQL SECURITY \w+`)
+
+// otherView is nil when the view that create says is the one that sql makes. The server writes both the same way before they are compared.
+func (s *Store) otherView(ctx context.Context, o object, create, sql string) (*flaw, error) {
+	var is, want string
+	if err := s.conn.QueryRow(ctx, "SELECT formatQuerySingleLine({is:String}), formatQuerySingleLine({want:String})", ch.Named("is", create), ch.Named("want", sql)).Scan(&is, &want); err != nil {
+		return nil, err
+	}
+	split := func(text string) (head, query string) {
+		db := s.opt.Auth.Database
+		head, query, _ = strings.Cut(strings.NewReplacer("`"+db+"`.", "", db+".", "").Replace(text), " AS SELECT ")
+		query, _, _ = strings.Cut(query, " COMMENT '")
+		return incidental.ReplaceAllString(head, ""), query
+	}
+	isHead, isQuery := split(is)
+	head, query := split(want)
+	switch {
+	case isHead != head:
+		return &flaw{o, fmt.Sprintf("%s is no view of the kind that it was: see what it holds, DROP TABLE %s, and run weir migrate", o, o), ""}, nil
+	case isQuery == query:
+		return nil, nil
+	}
+	cure := "CREATE OR REPLACE VIEW " + o.table + " AS SELECT " + query
+	if strings.HasPrefix(head, "CREATE MATERIALIZED ") {
+		cure = "ALTER TABLE " + o.table + " MODIFY QUERY SELECT " + query
+	}
+	return &flaw{o, fmt.Sprintf("%s selects something else than it did: run weir migrate", o), cure}, nil
+}
+
+// flawed is the error about flaws, and things that are lacking, of which there may be none; nil if there are none of either.
+func (s *Store) flawed(lacking []object, flaws []flaw) error {
+	var says []string
+	if len(lacking) > 0 {
+		var names []string
+		for _, o := range lacking {
+			names = append(names, o.String())
+		}
+		says = append(says, "lacks "+strings.Join(names, ", ")+": run weir migrate")
+	}
+	if len(flaws) > 0 {
+		var all []string
+		for _, f := range flaws {
+			all = append(all, f.says)
+		}
+		says = append(says, "is not as it was made: "+strings.Join(all, "; "))
+	}
+	if says == nil {
+		return nil
+	}
+	return &Error{Kind: ErrSchemaIncomplete, Err: ErrSchemaIncomplete, Line: fmt.Sprintf("ClickHouse at %s: the schema in database %q %s",
+		strings.Join(s.opt.Addr, ","), s.opt.Auth.Database, strings.Join(says, ", and "))}
 }
 
 const migrationsTable = `CREATE TABLE IF NOT EXISTS schema_migrations
@@ -189,9 +293,10 @@ ENGINE = ReplacingMergeTree
 ORDER BY version
 SETTINGS fsync_after_insert = 1, fsync_part_directory = 1`
 
-// Migrate brings the schema up to this build, database included, and makes again what of it is gone. It tells progress one line
-// per migration and per thing that was gone. It may run any number of times, and beside itself. It never goes back: a schema newer
-// than this build stays so.
+// Migrate brings the schema up to this build, database included, and makes again what of it is gone, and views that select something else.
+// It tells progress one line per migration and per thing made again. It may run any number of times, and beside itself. It never goes
+// back: a schema newer than this build stays so. What would take data to put right, a column of another type or a table that is detached,
+// is an error that says the statement for it, and nothing is done then.
 func (s *Store) Migrate(ctx context.Context, progress func(string)) error {
 	if err := s.createDatabase(ctx); err != nil {
 		return err
@@ -207,10 +312,12 @@ func (s *Store) Migrate(ctx context.Context, progress func(string)) error {
 	if err != nil {
 		return s.explain("read schema_migrations", err)
 	}
-	done := slices.DeleteFunc(slices.Clone(all), func(m migration) bool { return applied[m.version] == "" })
-	lacking, err := s.lacking(ctx, done)
+	lacking, flaws, err := s.look(ctx, all, applied)
 	if err != nil {
 		return s.explain("look what is there", err)
+	}
+	if left := slices.DeleteFunc(slices.Clone(flaws), func(f flaw) bool { return f.cure != "" }); len(left) > 0 {
+		return s.flawed(nil, left)
 	}
 	gone := map[string]bool{} // tables of which something is lacking: all that is said of one is said again
 	for _, o := range lacking {
@@ -247,10 +354,24 @@ func (s *Store) Migrate(ctx context.Context, progress func(string)) error {
 			return s.explain("note migration "+m.name, err)
 		}
 	}
+	for _, f := range flaws {
+		progress("making " + f.String() + " again, which selected something else")
+		if err := s.conn.Exec(ctx, f.cure); err != nil {
+			return s.explain("make "+f.String()+" again", err)
+		}
+		gone[f.table] = true
+	}
 	for _, t := range rollups {
 		if slices.ContainsFunc(lacking, func(o object) bool { return o.table == t.name && o.counts() }) || gone[t.name+"_mv"] {
 			progress(t.name + " lacks what it had, or what came in meanwhile: weir history rebuild --from 1970-01-01T00:00:00Z fills it from usage")
 		}
+	}
+	fading, err := s.fading(ctx)
+	if err != nil {
+		return s.explain("look for what is deleted by age", err)
+	}
+	for _, line := range fading {
+		progress("warning: " + line)
 	}
 	progress(fmt.Sprintf("the schema is at %d", max(uint32(len(all)), newest(applied))))
 	return nil
@@ -302,12 +423,12 @@ func (s *Store) changed(m migration) error {
 // of this one still work: a process may go on with a warning.
 var ErrSchemaNewer = fmt.Errorf("%w: it is newer", ErrSchema)
 
-// ErrSchemaIncomplete is an ErrSchema: it was migrated, and a part of it is gone, or hidden from the user. What needs that part fails
-// until it is there again, and no other: a process may go on with a warning.
-var ErrSchemaIncomplete = fmt.Errorf("%w: a part of it is gone", ErrSchema)
+// ErrSchemaIncomplete is an ErrSchema: it was migrated, and a part of it is gone, or hidden from the user, or not as it was made. What needs
+// that part fails until it is as it was, and no other: a process may go on with a warning.
+var ErrSchemaIncomplete = fmt.Errorf("%w: a part of it is gone, or another", ErrSchema)
 
-// Check says in one line why this build cannot rely on the schema: it is missing, older, changed (ErrSchema), not all there
-// (ErrSchemaIncomplete) or newer (ErrSchemaNewer), or the server cannot be asked (ErrUnreachable, ErrDenied).
+// Check says in one line why this build cannot rely on the schema: it is missing, older, changed (ErrSchema), not all there or as it
+// was made (ErrSchemaIncomplete) or newer (ErrSchemaNewer), or the server cannot be asked (ErrUnreachable, ErrDenied).
 func (s *Store) Check(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, queryTimeout)
 	defer cancel()
@@ -328,16 +449,12 @@ func (s *Store) Check(ctx context.Context) error {
 			return s.changed(m)
 		}
 	}
-	lacking, err := s.lacking(ctx, all)
+	lacking, flaws, err := s.look(ctx, all, applied)
 	if err != nil {
 		return s.explain("check the schema", err)
 	}
-	if len(lacking) > 0 {
-		var names []string
-		for _, o := range lacking {
-			names = append(names, o.String())
-		}
-		return &Error{Kind: ErrSchemaIncomplete, Err: ErrSchemaIncomplete, Line: fmt.Sprintf("%s lacks %s: run weir migrate", at, strings.Join(names, ", "))}
+	if err := s.flawed(lacking, flaws); err != nil {
+		return err
 	}
 	if v := newest(applied); v > uint32(len(all)) {
 		return &Error{Kind: ErrSchemaNewer, Err: ErrSchemaNewer, Line: fmt.Sprintf("%s is at %d, newer than this weir (%d): it was migrated by a newer one", at, v, len(all))}

@@ -512,6 +512,135 @@ func TestRefusedForGoodAndTooManyParts(t *testing.T) {
 	wantUsage(t, s, 4, 12)
 }
 
+// What somebody has made another of the schema is named, with what it is, what it should be, and the statement for it. Migrate runs it where
+// nothing is held, and is an error that says it elsewhere.
+func TestWhatIsNotAsItWasMade(t *testing.T) {
+	s := fresh(t)
+	store(t, s, batchOf(1, reportAt("a", 1, noon, 10)))
+	alter := regexp.MustCompile(`(?:ALTER|ATTACH|DROP) TABLE .*$`)
+	migrate := func() (string, error) {
+		var said []string
+		err := s.Migrate(t.Context(), func(line string) { said = append(said, line) })
+		return strings.Join(said, "\n"), err
+	}
+	for _, tt := range []struct{ done, says string }{
+		{"ALTER TABLE corrections MODIFY COLUMN allowed Int8", "corrections.allowed is Int8 and should be Int64: ALTER TABLE corrections MODIFY COLUMN allowed Int64"},
+		{"ALTER TABLE usage MODIFY COLUMN allowed UInt16", "usage.allowed is UInt16 and should be UInt64: ALTER TABLE usage MODIFY COLUMN allowed UInt64 CODEC(T64, ZSTD(1))"},
+		{"ALTER TABLE gateways MODIFY COLUMN sealed String", "gateways.sealed is String and should be UInt64: ALTER TABLE gateways MODIFY COLUMN sealed UInt64 DEFAULT 0 COMMENT 'number of"},
+		{"ALTER TABLE alerts MODIFY COLUMN ends_at Nullable(DateTime64(6, 'UTC'))", "alerts.ends_at is Nullable(DateTime64(6, 'UTC')) and should be Nullable(DateTime64(3, 'UTC')): ALTER TABLE alerts MODIFY COLUMN"},
+		{"DETACH TABLE corrections", "corrections is detached, with all that it holds: ATTACH TABLE corrections"},
+		{"DROP TABLE usage_1d_mv|CREATE MATERIALIZED VIEW usage_1d_mv TO usage_1h AS SELECT ts, tenant, route, rule, allowed, rejected, cost FROM usage", "usage_1d_mv is no view of the kind that it was: see what it holds, DROP TABLE usage_1d_mv"},
+	} {
+		for sql := range strings.SplitSeq(tt.done, "|") {
+			run(t, s, sql)
+		}
+		err := s.Check(t.Context())
+		if !errors.Is(err, ErrSchemaIncomplete) || !strings.Contains(err.Error(), tt.says) || strings.Contains(err.Error(), "lacks") || strings.Contains(err.Error(), "\n") {
+			t.Fatalf("Check after %s = %v, want %s", tt.done, err, tt.says)
+		}
+		if lines := s.Problems(t.Context()); len(lines) != 1 || lines[0] != err.Error() {
+			t.Errorf("Problems after %s = %q, want what Check says", tt.done, lines)
+		}
+		if said, again := migrate(); again == nil || again.Error() != err.Error() || said != "" {
+			t.Errorf("Migrate after %s = %v and says %q, want what Check says", tt.done, again, said)
+		}
+		cure := strings.TrimSuffix(alter.FindString(err.Error()), ", and run weir migrate")
+		run(t, s, cure)
+		if said, err := migrate(); err != nil || strings.Contains(said, "again") != strings.HasPrefix(cure, "DROP") {
+			t.Errorf("Migrate after %s = %v and says %q", cure, err, said)
+		}
+		if err := s.Check(t.Context()); err != nil {
+			t.Errorf("Check after %s = %v", cure, err)
+		}
+	}
+	if n := number(t, s, "(SELECT count() FROM usage)"); n != 10 {
+		t.Errorf("%d rows of usage, want 10", n)
+	}
+
+	// Views hold nothing.
+	seq := uint64(1)
+	for name, sql := range map[string]string{
+		"corrected_1h": "CREATE OR REPLACE VIEW corrected_1h AS SELECT ts, tenant, route, rule, toInt64(allowed) AS allowed, toInt64(rejected) AS rejected, toInt64(cost) AS cost FROM usage_1h",
+		"usage_1h_mv":  "CREATE MATERIALIZED VIEW usage_1h_mv TO usage_1h AS SELECT toDateTime64(toStartOfHour(u.ts, 'UTC'), 3, 'UTC') AS ts, u.tenant AS tenant, u.route AS route, u.rule AS rule, sum(u.allowed) AS allowed, sum(u.rejected) AS rejected FROM usage AS u GROUP BY ts, tenant, route, rule",
+	} {
+		run(t, s, "DROP TABLE "+name)
+		run(t, s, sql)
+		if err := s.Check(t.Context()); !errors.Is(err, ErrSchemaIncomplete) || !strings.HasSuffix(err.Error(), name+" selects something else than it did: run weir migrate") {
+			t.Errorf("Check of another %s = %v", name, err)
+		}
+		seq++
+		store(t, s, batchOf(seq, reportAt("a", seq, noon, 10)))
+		if said, err := migrate(); err != nil || !strings.Contains(said, "making "+name+" again, which selected something else") || strings.Contains(said, "usage_1h lacks") != (name == "usage_1h_mv") {
+			t.Errorf("Migrate after another %s = %v and says %q", name, err, said)
+		}
+		if err := s.Check(t.Context()); err != nil {
+			t.Errorf("Check after %s was made again = %v", name, err)
+		}
+		seq++
+		store(t, s, batchOf(seq, reportAt("a", seq, noon, 10)))
+		if r, err := s.Rebuild(t.Context(), noon, noon.Add(time.Hour), nil); err != nil || !r.Equal || (r.Rows > 0) != (name == "usage_1h_mv") {
+			t.Errorf("Rebuild after %s was made again = %+v, %v", name, r, err)
+		}
+	}
+	if _, err := s.Correct(t.Context(), Correction{Hour: noon, Gateway: "a", Tenant: "tenant-0", Route: "orders", Allowed: 5, Cost: 7, Reason: "lost", Author: "kim"}); err != nil {
+		t.Fatal(err)
+	}
+	if n := number(t, s, "(SELECT sum(cost) FROM corrected_1h)"); n != 40*seq+7 {
+		t.Errorf("a cost of %d is to be invoiced, want %d", n, 40*seq+7)
+	}
+
+	// A newer weir may have meant it.
+	run(t, s, "ALTER TABLE gateways MODIFY COLUMN sealed String")
+	run(t, s, "INSERT INTO schema_migrations (version, name, checksum) VALUES (12, '0012_future', 'x')")
+	if err := s.Check(t.Context()); !errors.Is(err, ErrSchemaNewer) {
+		t.Errorf("Check of a newer schema = %v, want ErrSchemaNewer", err)
+	}
+	if _, err := migrate(); err != nil {
+		t.Errorf("Migrate of a newer schema = %v", err)
+	}
+}
+
+// A name that has to be quoted is taken out of a view's text as well.
+func TestViewsOfADatabaseWithAnyName(t *testing.T) {
+	server := embeddedtest.ClickHouse(t)
+	s := open(t, strings.TrimSuffix(server.URL(), "weir")+"we-ir")
+	if err := s.Check(t.Context()); err != nil {
+		t.Errorf("Check = %v", err)
+	}
+}
+
+// A table whose rows are never to go is named when they go by age; one that only moves to another disk is not.
+func TestTTLOfTheLedger(t *testing.T) {
+	s := fresh(t)
+	for _, tt := range []struct{ done, says string }{
+		{"ALTER TABLE usage MODIFY TTL toDateTime(ts) + INTERVAL 30 YEAR", "table usage has TTL toDateTime(ts) + toIntervalYear(30): its rows are deleted by age: ALTER TABLE usage REMOVE TTL"},
+		{"ALTER TABLE corrections MODIFY TTL toDateTime(ts) + INTERVAL 1 DAY RECOMPRESS CODEC(ZSTD(9)), toDateTime(ts) + INTERVAL 30 YEAR", "table corrections has TTL"},
+		{"ALTER TABLE usage_1d MODIFY COLUMN cost UInt64 TTL toDateTime(ts) + INTERVAL 30 YEAR", "column cost of table usage_1d has TTL toDateTime(ts) + toIntervalYear(30): what it holds is lost by age: ALTER TABLE usage_1d MODIFY COLUMN cost REMOVE TTL"},
+		{"ALTER TABLE reports MODIFY TTL toDateTime(received) + INTERVAL 1 DAY RECOMPRESS CODEC(ZSTD(9))", ""},
+		{"ALTER TABLE tokens MODIFY TTL toDateTime(received) + INTERVAL 10 DAY", ""},
+	} {
+		run(t, s, tt.done)
+		lines := s.Problems(t.Context())
+		var said []string
+		if err := s.Migrate(t.Context(), func(line string) { said = append(said, line) }); err != nil {
+			t.Fatal(err)
+		}
+		if tt.says == "" {
+			if len(lines) != 0 || len(said) != 1 {
+				t.Errorf("after %s: Problems = %q, Migrate says %q, want nothing", tt.done, lines, said)
+			}
+			continue
+		}
+		if len(lines) != 1 || !strings.HasPrefix(lines[0], tt.says) || said[0] != "warning: "+lines[0] {
+			t.Fatalf("after %s: Problems = %q, Migrate says %q, want %s", tt.done, lines, said, tt.says)
+		}
+		run(t, s, lines[0][strings.Index(lines[0], "ALTER TABLE"):])
+		if lines := s.Problems(t.Context()); len(lines) != 0 {
+			t.Errorf("Problems after REMOVE TTL = %q", lines)
+		}
+	}
+}
+
 // A column that somebody has made too narrow takes nothing: ClickHouse would cut the numbers without a word. What is refused waits, and is
 // no dead letter, and is stored when the column is what it was, by the same store.
 func TestAColumnOfAnotherTypeCutsNothing(t *testing.T) {

@@ -343,13 +343,27 @@ func TestHistoryCorrect(t *testing.T) {
 			t.Errorf("weir %v wrote %q", bad.args, out)
 		}
 	}
-	out, _ := p.weir(exitOK, correct("--allowed", "-1", "--cost", "-1", "--ref", "T-7")...)
+	// A column that cannot hold it: doctor and migrate name it, and nothing is cut.
+	p.exec("ALTER TABLE corrections MODIFY COLUMN allowed Int8 SETTINGS mutations_sync = 2")
+	const narrow = "corrections.allowed is Int8 and should be Int64: ALTER TABLE corrections MODIFY COLUMN allowed Int64"
+	out, _ := p.weir(exitDegraded, "doctor")
+	p.wants(out, narrow)
+	out, stderr := p.weir(exitFailed, "migrate")
+	if p.wants(stderr, narrow); out != "" {
+		t.Errorf("migrate wrote %q", out)
+	}
+	_, stderr = p.weir(exitFailed, correct("--allowed", "1000")...)
+	if p.wants(stderr, "Int64 to Int8", "run weir migrate"); strings.Contains(stderr, "unknown") {
+		t.Errorf("a correction that is not stored is %q", stderr)
+	}
+	p.exec("ALTER TABLE corrections MODIFY COLUMN allowed Int64 SETTINGS mutations_sync = 2")
+	out, _ = p.weir(exitOK, correct("--allowed", "-1", "--cost", "-1", "--ref", "T-7")...)
 	p.wants(out, "HOUR ", "REF", hour.Format(time.RFC3339), "T-7", "acme", "-1", "+0", "kim", "load test")
 	again, _ := p.weir(exitOK, correct("--allowed", "-1", "--cost", "-1", "--ref", "T-7")...)
 	if again != out {
 		t.Errorf("the same again is %q, was %q", again, out)
 	}
-	_, stderr := p.weir(exitFailed, correct("--allowed", "-2", "--ref", "T-7")...)
+	_, stderr = p.weir(exitFailed, correct("--allowed", "-2", "--ref", "T-7")...)
 	p.wants(stderr, "T-7")
 	var made struct {
 		Ref     string `json:"ref"`

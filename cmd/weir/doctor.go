@@ -20,7 +20,8 @@ func doctorCommand() *cobra.Command {
 		Use:   "doctor",
 		Short: "Look at every server: reachable, version, settings by which usage is lost, clock offset",
 		Long: `Doctor exits 0 when all is well, 3 when a server is unreachable, 4 when one answers but has a setting by which usage would be
-lost or counted twice, lacks a part of its schema (which weir migrate makes again), or has a clock that is more than 2 s off.`,
+lost or counted twice, lacks a part of its schema or has it otherwise than weir migrate made it (what that does about it is said, or the
+statement to run), or has a clock that is more than 2 s off.`,
 		Example: "  weir doctor\n  weir doctor --nats nats://10.0.0.5:4222 -o json",
 		Args:    noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
