@@ -28,13 +28,14 @@ type Config struct {
 	PublishTimeout time.Duration // of one attempt (2s); the first ones of a report get less, see hastyMin
 	RetryMin       time.Duration // wait after a failed attempt, doubling (50ms)
 	RetryMax       time.Duration // up to this (2s)
-	DrainTimeout   time.Duration // for what is left when Run is told to stop (8s)
+	DrainTimeout   time.Duration // for what is left when Run is told to stop (8s), or less, see Left
 	LogEvery       time.Duration // while publishing fails it is told once, then summarised this often (1m)
 
-	Spool         Spool         // where counts and reports wait (in memory); one that outlives the process needs a Publisher that is a Stream
-	MaxPayload    func() int64  // of a message, as the server said last; 0 while it is not known (0). It must not wait
-	PolicyVersion func() uint64 // in force now, stamped on every report (0)
-	Clock         func() int64  // the buckets' clock, in nanoseconds, handed to Collect (time since New)
+	Spool         Spool                // where counts and reports wait (in memory); one that outlives the process needs a Publisher that is a Stream
+	MaxPayload    func() int64         // of a message, as the server said last; 0 while it is not known (0). It must not wait
+	Left          func() time.Duration // asked when Run is told to stop: what there is for draining at most (DrainTimeout)
+	PolicyVersion func() uint64        // in force now, stamped on every report (0)
+	Clock         func() int64         // the buckets' clock, in nanoseconds, handed to Collect (time since New)
 }
 
 func (c Config) withDefaults() Config {
@@ -61,6 +62,9 @@ func (c Config) withDefaults() Config {
 	def(&c.RetryMax, 2*time.Second)
 	def(&c.DrainTimeout, 8*time.Second)
 	def(&c.LogEvery, time.Minute)
+	if c.Left == nil {
+		c.Left = func() time.Duration { return c.DrainTimeout }
+	}
 	if c.PolicyVersion == nil {
 		c.PolicyVersion = func() uint64 { return 0 }
 	}
@@ -222,7 +226,7 @@ func (r *Reporter) Pending() (reports int, requests uint64) {
 // anything; 0 when there is none. Later reports of buckets alone do not count: they need not outlive a power cut.
 func (r *Reporter) Newest() uint64 { return r.newest.Load() }
 
-// Run seals and sends until ctx is done, and then what is left, for at most DrainTimeout. Requests should no longer
+// Run seals and sends until ctx is done, and then what is left, for at most DrainTimeout and Left. Requests should no longer
 // come in by then. The error says what is lost, or may be: reports that a Spool keeps for the next life are not.
 func (r *Reporter) Run(ctx context.Context) error {
 	sending, stop := context.WithCancel(context.WithoutCancel(ctx))
@@ -264,7 +268,8 @@ func (r *Reporter) Run(ctx context.Context) error {
 		}
 	}
 
-	deadline := time.After(r.cfg.DrainTimeout)
+	timeout := max(0, min(r.cfg.DrainTimeout, r.cfg.Left()))
+	deadline := time.After(timeout)
 	for end := false; !end; {
 		r.flush(true)
 		if reports, requests := r.Pending(); reports == 0 && requests == 0 && r.merging() == 0 {
@@ -290,7 +295,7 @@ func (r *Reporter) Run(ctx context.Context) error {
 		r.log.Info("usage stays in the spool, the next start delivers it", "reports", reports, "requests", requests)
 		return nil
 	}
-	err := fmt.Errorf("drain usage of gateway %s: %d reports and %d requests are not known to be stored after %s", r.gateway, reports, requests, r.cfg.DrainTimeout)
+	err := fmt.Errorf("drain usage of gateway %s: %d reports and %d requests are not known to be stored after %s", r.gateway, reports, requests, timeout.Round(time.Millisecond))
 	if last := r.lastErr.Load(); last != nil {
 		err = fmt.Errorf("%w: %s", err, (*last).Error()) // not wrapped: a publish that our end cancelled is not the end we were asked for
 	}

@@ -430,23 +430,25 @@ func total(m map[usageKey]uint64) (n uint64) {
 
 // A server that is away does not hold the process longer than DrainTimeout, and the error says what is left.
 func TestShutdownIsBoundedAndSaysWhatIsLeft(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		far := &stream{away: true}
-		r := New(Config{DrainTimeout: 3 * time.Second, MaxReports: 2, MaxEntries: 10}, "gw", "boot", newTable(), far, quiet, nil)
-		stop := begin(r)
-		for i := range 100 {
-			r.Count(time.Now(), fmt.Sprint(i), "r", "", "", 1)
-		}
-		time.Sleep(5 * time.Second)
-		begun := time.Now()
-		err := stop()
-		if took := time.Since(begun); took != 3*time.Second {
-			t.Errorf("draining took %s, want 3s", took)
-		}
-		if err == nil || !strings.Contains(err.Error(), "10 reports and 100 requests") || !strings.Contains(err.Error(), "nats is away") {
-			t.Errorf("Run = %v, want 10 reports, 100 requests and the cause", err)
-		}
-	})
+	for left, want := range map[time.Duration]time.Duration{time.Minute: 3 * time.Second, time.Second: time.Second, -time.Second: 0} {
+		synctest.Test(t, func(t *testing.T) {
+			far := &stream{away: true}
+			r := New(Config{DrainTimeout: 3 * time.Second, Left: func() time.Duration { return left }, MaxReports: 2, MaxEntries: 10}, "gw", "boot", newTable(), far, quiet, nil)
+			stop := begin(r)
+			for i := range 100 {
+				r.Count(time.Now(), fmt.Sprint(i), "r", "", "", 1)
+			}
+			time.Sleep(5 * time.Second)
+			begun := time.Now()
+			err := stop()
+			if took := time.Since(begun); took != want {
+				t.Errorf("draining took %s with %s left, want %s", took, left, want)
+			}
+			if err == nil || !strings.Contains(err.Error(), "10 reports and 100 requests") || !strings.Contains(err.Error(), "nats is away") {
+				t.Errorf("Run = %v, want 10 reports, 100 requests and the cause", err)
+			}
+		})
+	}
 }
 
 // Nor does a server that hangs. What our own end cancelled must not look like a clean end.

@@ -185,6 +185,29 @@ func TestASilentServerHoldsUpNobodyWhoUsesTheConnection(t *testing.T) {
 	}
 }
 
+// A server that takes nothing off our hands is given up when there is no more room for what it is sent: until then the client has its
+// lock, for a minute if nobody says otherwise, and does not even see that no ping is answered.
+func TestAServerThatTakesNothingIsGivenUp(t *testing.T) {
+	p, err := faultproxy.Start("127.0.0.1:0", strings.TrimPrefix(embeddedtest.NATS(t).URL(), "nats://"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(p.Close)
+	m := NewMetrics(prometheus.NewRegistry())
+	nc, err := Connect(Config{URL: p.Addr()}, quiet, m)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(nc.Close)
+	eventually(t, "it is connected", func() bool { return testutil.ToFloat64(m.Connected) == 1 })
+	p.Set(faultproxy.Faults{Hold: true})
+	go func() {
+		for nc.Publish("x", make([]byte, 1<<20)) == nil {
+		}
+	}()
+	eventually(t, "it is given up", func() bool { return testutil.ToFloat64(m.Connected) == 0 })
+}
+
 // Of several servers the next is taken when one is gone, whether that one is refused or silent.
 func TestAnotherServerIsTakenForOneThatIsSilent(t *testing.T) {
 	var urls []string

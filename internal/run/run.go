@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"sync"
+	"sync/atomic"
 	"time"
 )
 
@@ -16,6 +17,7 @@ type Stack struct {
 	failed chan *part
 	once   sync.Once
 	err    error
+	began  atomic.Pointer[time.Time] // to stop
 }
 
 type part struct {
@@ -95,6 +97,20 @@ func (s *Stack) stopAll(timeout time.Duration) error {
 
 // Stop stops the parts, the last one first. It may be called again, and then returns the same.
 func (s *Stack) Stop(timeout time.Duration) error {
-	s.once.Do(func() { s.err = s.stopAll(timeout) })
+	s.once.Do(func() {
+		now := time.Now()
+		s.began.Store(&now)
+		s.err = s.stopAll(timeout)
+	})
 	return s.err
+}
+
+// Stopping is for how long the stack has been stopping, 0 before: a part that may take its time knows by it how much those before it have
+// left. It may be called from any goroutine.
+func (s *Stack) Stopping() time.Duration {
+	began := s.began.Load()
+	if began == nil {
+		return 0
+	}
+	return time.Since(*began)
 }

@@ -33,6 +33,22 @@ func TestStopsInReverseOrderAndWaitsForEach(t *testing.T) {
 	})
 }
 
+func TestAPartKnowsWhatIsLeftOfTheTime(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var s Stack
+		var took time.Duration
+		s.Defer("reports", func() error { took = s.Stopping(); return nil })
+		s.Defer("requests", func() error { time.Sleep(5 * time.Second); return nil })
+		time.Sleep(time.Hour)
+		if d := s.Stopping(); d != 0 {
+			t.Errorf("Stopping = %s before Stop, want 0", d)
+		}
+		if err := s.Stop(10 * time.Second); err != nil || took != 5*time.Second {
+			t.Errorf("Stop = %v, and Stopping was %s after requests, want 5s", err, took)
+		}
+	})
+}
+
 func TestAFailingPartStopsTheRest(t *testing.T) {
 	var s Stack
 	closed := false

@@ -70,7 +70,18 @@ func Connect(ctx context.Context, address, name string, must bool, m *Metrics, s
 	if err != nil {
 		return nil, err
 	}
-	stack.Defer("connection to NATS", func() error { nc.Close(); return nil })
+	stack.Defer("connection to NATS", func() error {
+		closed := make(chan struct{})
+		go func() {
+			defer close(closed)
+			nc.Close()
+		}()
+		select {
+		case <-closed:
+		case <-time.After(goodbye): // it has something to say yet, to a server that takes nothing
+		}
+		return nil
+	})
 	stack.Go("pulse of NATS", (&pulse.Pulse{Server: "NATS", Raised: m.nats.Degraded, Log: log,
 		Ask: func(ctx context.Context) error { return natsx.Ask(ctx, nc) }}).Run)
 	return nc, nil

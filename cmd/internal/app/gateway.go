@@ -84,7 +84,7 @@ func NewGateway(cfg GatewayConfig, policy *Policy, nc *nats.Conn, m *Metrics, st
 		return nil, err
 	}
 	counting := ingest.Config{PolicyVersion: policy.Version, Clock: cfg.Clock, MaxPayload: pub.MaxPayload,
-		PublishTimeout: publishTimeout}
+		PublishTimeout: publishTimeout, Left: func() time.Duration { return reportsEnd - stack.Stopping() }}
 	without := func() []string { return nil }
 	if cfg.Data != "" {
 		kept, err := spool.Open(spool.Config{MaxBytes: cfg.SpoolMax}, spoolDir(cfg.Data, cfg.Name), cfg.Name, g.Boot, log, m.spool)
@@ -250,11 +250,17 @@ func (g *Gateway) Ready() error {
 	return nil
 }
 
-// drainTimeout is how long a gateway that stops sends what it has on disk anyway. With shutdownTimeout it is less than StopTimeout.
-const drainTimeout = 4 * time.Second
-
-// shutdownTimeout bounds how long requests in flight may hold up the end of a process.
-const shutdownTimeout = 5 * time.Second
+// How a gateway shares the time that it has to stop, StopTimeout, among what may hold it up.
+const (
+	// requestsEnd is when requests in flight are cut off.
+	requestsEnd = 5 * time.Second
+	// requestsMin is what they have at least, also when those of another listener have taken all.
+	requestsMin = 500 * time.Millisecond
+	// drainTimeout is how long what is on disk anyway is sent.
+	drainTimeout = 4 * time.Second
+	// reportsEnd is when no more is sent.
+	reportsEnd = 7500 * time.Millisecond
+)
 
 // listen serves h on addr; stopping waits for the requests in flight, for a bounded time. It returns the real address.
 func listen(name, addr string, h http.Handler, stack *run.Stack, log *slog.Logger) (string, error) {
@@ -267,11 +273,12 @@ func listen(name, addr string, h http.Handler, stack *run.Stack, log *slog.Logge
 		idle := make(chan error, 1)
 		stop := context.AfterFunc(ctx, func() {
 			// The listener closes at once; the timeout is for requests in flight, which ctx must not cut off.
-			timeout, cancel := context.WithTimeout(context.WithoutCancel(ctx), shutdownTimeout)
+			left := max(requestsEnd-stack.Stopping(), requestsMin)
+			timeout, cancel := context.WithTimeout(context.WithoutCancel(ctx), left)
 			defer cancel()
 			err := srv.Shutdown(timeout)
 			if err != nil {
-				log.Warn("requests in flight were cut off", "listener", name, "after", shutdownTimeout)
+				log.Warn("requests in flight were cut off", "listener", name, "after", left.Round(time.Millisecond))
 				_ = srv.Close()
 			}
 			idle <- nil
