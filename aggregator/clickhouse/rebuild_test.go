@@ -3,6 +3,7 @@ package clickhouse
 import (
 	"context"
 	"fmt"
+	"io"
 	"net/url"
 	"strings"
 	"sync"
@@ -472,7 +473,25 @@ func TestMendWhatAllRollupsHaveTwice(t *testing.T) {
 			t.Errorf("Rebuild = %+v, %v, want it told", r, err)
 		}
 		s.Doubt()
+		direct := s.conn
+		s.conn = &cutOnce{Conn: direct, asked: "SELECT DISTINCT day"} // as it begins to mend them
 		store(t, s, b)
+		s.conn = direct
 		wantUsage(t, s, 30, 90)
 	}
+}
+
+// cutOnce is a connection that breaks when it is first asked that.
+type cutOnce struct {
+	driver.Conn
+	asked string
+	cut   bool
+}
+
+func (c *cutOnce) Query(ctx context.Context, sql string, args ...any) (driver.Rows, error) {
+	if !c.cut && strings.Contains(sql, c.asked) {
+		c.cut = true
+		return nil, io.EOF
+	}
+	return c.Conn.Query(ctx, sql, args...)
 }
