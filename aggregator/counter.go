@@ -54,6 +54,7 @@ type Fold struct {
 
 	Strict      bool    // a key that is not there has what it earned since the counter began to remember, and is not full
 	Last        *Level  // of a key that is not there: what it had when somebody saw it last, from where time passes; nil for full
+	Grants      bool    // the key is kept by grants: what its full bucket would have earned pays for nothing
 	Outstanding int64   // tokens that gateways hold of a key that is kept by grants: the bucket may be so much fuller than its burst
 	Offered     int64   // tokens that gateways may have of the same few: the debt may be so much deeper
 	Bounds      *Bounds // of the level afterwards; nil for none

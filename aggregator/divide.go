@@ -68,17 +68,19 @@ func (a *Aggregator) divide(ctx context.Context, folds []Fold, states []KeyState
 func (a *Aggregator) outstanding(folds []Fold) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
+	n := max(len(a.fleet), 1)
 	for i := range folds {
 		f := &folds[i]
 		e := a.keys[f.Key]
 		f.Strict = f.Strict || e != nil && e.consistency == "strict"
+		f.Grants = byGrants(f.consistency, f.Limit, n) || e != nil && e.byGrants(f.Limit, n)
 		if byOffers(f.Limit, len(a.fleet)) && !f.Strict {
 			f.Offered = min(int64(len(a.fleet)), offerDebt)
 		}
-		if e == nil || !e.byGrants(f.Limit, max(len(a.fleet), 1)) {
+		if e == nil || !e.byGrants(f.Limit, n) {
 			continue
 		}
-		few := schemas.TooFew(f.Limit.Burst, max(len(a.fleet), 1))
+		few := schemas.TooFew(f.Limit.Burst, n)
 		if few && len(a.fleet) > 1 && !f.Strict && e.state.Version > 0 {
 			f.Last = &Level{e.state.LevelMicros, e.state.At}
 		}

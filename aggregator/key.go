@@ -136,10 +136,12 @@ func (e *entry) part(gateway string, even Limit, now int64) *held {
 	return &held{Limit: even, tokens: saturatingMul(even.Burst, 1e6), asOf: now, said: now}
 }
 
-// byGrants says whether the key is kept by grants alone: its tokens are too few for rates and bursts, or are not to be given twice.
-func (e *entry) byGrants(l Limit, gateways int) bool {
-	return e.consistency == "lease" || schemas.TooFew(l.Burst, gateways)
+// byGrants says whether a key is kept by grants alone: its tokens are too few for rates and bursts, or are not to be given twice.
+func byGrants(consistency string, l Limit, gateways int) bool {
+	return consistency == "lease" || schemas.TooFew(l.Burst, gateways)
 }
+
+func (e *entry) byGrants(l Limit, gateways int) bool { return byGrants(e.consistency, l, gateways) }
 
 // byOffers says whether the key's tokens are so few and seldom that they are offered.
 func byOffers(l Limit, gateways int) bool {

@@ -44,6 +44,30 @@ func Counter(t *testing.T, open func(t *testing.T) aggregator.Counter) {
 		level(t, one(t, c, key, limit, use("g1", 1, 10, 10)), 90)
 		level(t, one(t, c, key, limit, use("g1", 2, 15, 5), use("g2", 1, 7, 7)), 78)
 	})
+	t.Run("what a full bucket earns pays for use that is told behind others", func(t *testing.T) {
+		c := open(t)
+		fast := aggregator.Limit{RateNanos: 1_000_000_000_000, Burst: 1000}
+		told := func(u aggregator.Use) aggregator.Use { u.Lag = 100 * time.Millisecond; return u }
+		one(t, c, key, fast, told(use("g1", 1, 0, 0)))
+		time.Sleep(200 * time.Millisecond)
+		one(t, c, key, fast, told(use("g1", 2, 0, 0)))
+		first := one(t, c, key, fast, told(use("g2", 1, 200, 200)))
+		level(t, first, 900)
+		second := one(t, c, key, fast, told(use("g3", 1, 300, 300))) // once
+		level(t, second, 600+(second.At-first.At)/1000)
+
+		granted := aggregator.Key{Rule: "contract", Key: "granted"} // its tokens do not leave the bucket when they are used
+		for seq := range uint64(2) {
+			s, err := c.Fold(context.Background(), []aggregator.Fold{{Key: granted, Limit: fast, Grants: true, Uses: []aggregator.Use{told(use("g1", seq+1, 0, 0))}}})
+			if err != nil {
+				t.Fatal(err)
+			}
+			first = s[0]
+			time.Sleep(50 * time.Millisecond)
+		}
+		last := one(t, c, granted, fast, told(use("g2", 1, 200, 200)))
+		level(t, last, 800+min((last.At-first.At)/1000, 100))
+	})
 	t.Run("repeats, reordering and gaps", func(t *testing.T) {
 		c := open(t)
 		one(t, c, key, limit, use("g1", 1, 10, 10))

@@ -30,6 +30,8 @@ func NewMemory() *Memory {
 
 var _ aggregator.Counter = (*Memory)(nil)
 
+const lagMax = 150_000 // µs; no report's use counts for longer
+
 type incarnation struct {
 	gateway, boot string
 	number        uint32
@@ -128,6 +130,7 @@ func (m *Memory) fold(f *aggregator.Fold, now int64) aggregator.KeyState {
 	}
 	b.limit = limit
 	brim := full + min(max(f.Outstanding, 0), aggregator.MaxBurst)*1e6
+	was := *b
 	lag := min(max(now-b.at, 0), f.Lag().Microseconds())
 	lid := brim + lag*(limit.RateNanos/1e9) + lag*(limit.RateNanos%1e9)/1e9 // what is used and told later was refilled meanwhile
 	if dt := now - b.at; dt > 0 && b.level < lid {
@@ -151,10 +154,15 @@ func (m *Memory) fold(f *aggregator.Fold, now int64) aggregator.KeyState {
 	if b.level >= brim {
 		b.level, b.frac = brim, 0
 	}
+	idle := b.level >= brim && b.total == was.total
 	if f.Bounds != nil {
 		b.level = max(min(b.level, f.Bounds.MostMicros), min(f.Bounds.LeastMicros, brim))
 	}
-	speed := float64(limit.RateNanos) / 1e9
+	speed := float64(limit.RateNanos/1e9) + float64(limit.RateNanos%1e9)/1e9
+	plain := !f.Grants && f.Outstanding <= 0 && f.Offered <= 0 && f.Bounds == nil && !f.Strict && f.Last == nil
+	if plain && idle && b.level >= brim { // what it earns beyond its brim pays for what is told later
+		b.at = min(max(was.at+int64(math.Floor(float64(max(brim-was.level, 0))/speed)), now-lagMax), now)
+	}
 	b.level = max(b.level, -int64(math.Min(float64(brim+min(max(f.Offered, 0), aggregator.MaxBurst)*1e6)+math.Floor(5e6*speed), 4e15)))
 	b.version = max(b.version+1, now)
 	b.expires = now + 1000*int64(math.Min(math.Ceil(float64(max(full-b.level, 0))/speed/1000)+60000, 4e10))
@@ -237,6 +245,7 @@ func (m *Memory) Take(_ context.Context, takes []aggregator.Take) ([]aggregator.
 		t := &takes[i]
 		m.fold(&aggregator.Fold{Key: t.Key, Limit: t.Limit, Strict: true}, now)
 		b := m.keys[t.Key]
+		b.at = now
 		full, cost := b.limit.Burst*1e6, t.Cost*1e6
 		switch {
 		case cost <= b.level || cost < 0:

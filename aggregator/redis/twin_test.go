@@ -44,7 +44,7 @@ func twin(t *testing.T, url string, steps int, restart func() error) {
 	type life struct{ seq, inc, cum uint64 }
 	keys := []aggregator.Key{{Rule: "a", Key: "}"}, {Rule: "b", Key: "}"}, {Rule: "a", Key: "acme"}}
 	limits := []aggregator.Limit{{RateNanos: 80e9, Burst: 160}, {RateNanos: 386, Burst: 3}, {RateNanos: 333_333_333_333, Burst: 1000},
-		{RateNanos: 10_000_000_000_000_000, Burst: 1_000_000_000}, {RateNanos: 1_234_567_891, Burst: 7}}
+		{RateNanos: 10_000_000_000_000_000, Burst: 1_000_000_000}, {RateNanos: 1_234_567_891, Burst: 7}, {RateNanos: 1_000_000_000_123, Burst: 20}}
 	lives := make(map[string]*life) // by key and gateway
 	boots := map[string]int{}
 	var past [][]aggregator.Fold
@@ -83,6 +83,9 @@ func twin(t *testing.T, url string, steps int, restart func() error) {
 					l.cum = 0
 				}
 				taken := uint64(rng.IntN(1 + int(min(f.Limit.Burst, 1_000_000))))
+				if rng.IntN(3) == 0 {
+					taken = 0
+				}
 				l.seq++
 				l.cum += taken
 				u := aggregator.Use{Gateway: gateway, Boot: fmt.Sprint("boot", boots[id]), Incarnation: uint32(l.inc), Seq: l.seq, Cum: l.cum, From: l.cum - taken,

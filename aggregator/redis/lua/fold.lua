@@ -15,12 +15,13 @@
 --        it fell; the total is the sum of the marks. Only the version moves.
 --
 -- Fields: r b limit · l level, may be negative (debt) · f billionths of a µtoken earned and not yet credited, so that slow rates lose
--- nothing (absent: 0) · t µs of the last refill · v version, where it is ahead of t · n total (HINCRBY: it may pass 2^53)
+-- nothing (absent: 0) · t µs of the last refill; of a full bucket of which nothing seldom is said, since when it is full, but at most LAG ago:
+-- what it would have earned pays for use that one gateway tells after others have told of none · v version, where it is ahead of t · n total (HINCRBY: it may pass 2^53)
 -- x µs when it expires
 -- d demands ";GATEWAY demand until since;…" · c:GATEWAY:BOOT:INCARNATION mark "cum seq", and since when unused if pruning saw it.
 -- A damaged field is made good: level as if the key were not there, time from now. Debt is at most the burst, what is outstanding or offered, and five seconds of the rate.
 -- A number becomes text once, and text is passed on as it came: that is much of what this script costs.
-local HOUR, DAY, HALF, BLEND = 3600000000, 86400000000, 100000, 200000 -- µs; a demand halves in HALF and is none after twenty
+local HOUR, DAY, HALF, BLEND, LAG = 3600000000, 86400000000, 100000, 200000, 150000 -- µs; a demand halves in HALF and is none after twenty
 -- prune drops marks that were not used for an hour, but the newest of a gateway only after a day.
 local function prune(key, now)
   local newest, marks, gone, kept = {}, {}, {}, {}
@@ -81,7 +82,8 @@ local rate0, burst0, full, tokens, nanos, speed -- the limit that was read last:
 for k = 1, #KEYS do
   local key, rate, burst, lag, uses = KEYS[k], ARGV[a], ARGV[a + 1], tonumber(ARGV[a + 2]), tonumber(ARGV[a + 4])
   local outstanding, offered, least, most, begin, begun = 0, 0
-  if ARGV[a + 3] ~= '' then
+  local plain = ARGV[a + 3] == ''
+  if not plain then
     outstanding, offered, least, most, begin, begun = match(ARGV[a + 3], '^(%S+) (%S+) (%S+) (%S+) (%S+) (%S+) $')
     outstanding, offered, least, most, begin, begun = outstanding * 1000000, offered * 1000000, tonumber(least), tonumber(most), tonumber(begin), tonumber(begun)
   end
@@ -110,12 +112,12 @@ for k = 1, #KEYS do
     local level, frac, at, before, well = read(got[3], got[4], got[5], got[6], begin or full, begun or now, now)
     if not well then lost = (lost == 1 or r or b or got[3] or got[4] or got[5]) and 1 or 2 end
     -- what a report tells of was used while the bucket was refilled: for so long it is refilled beyond its brim before it is charged
-    local dt, brim = now - at, full + outstanding
+    local dt, brim, was = now - at, full + outstanding, level
     lag = max(min(dt, lag), 0)
     local lid = brim + lag * tokens + floor(lag * nanos / 1e9)
     level, frac = refill(level, frac, dt, tokens, nanos, speed, lid)
 
-    local set, n, grown, demands, crowd = {key, 't', stamp}, 3, 0, d, nil
+    local set, n, grown, demands, crowd = {key}, 1, 0, d, nil
     for j = 1, uses do
       local field, seq = ARGV[a], ARGV[a + 2]
       local cum, asked = tonumber(ARGV[a + 3]), tonumber(ARGV[a + 6])
@@ -172,17 +174,19 @@ for k = 1, #KEYS do
     end
     local aside = floor(at / (HOUR / 4)) ~= quarter -- four times an hour, for what need not be done each time
     if aside then demands = forget(demands, now) end
+    local idle = level >= brim and grown == 0
     if level >= brim then level, frac = brim, 0 end
     if most then level = min(level, most) end
     if least then level = max(level, min(least, brim)) end
     level = max(level, -min(brim + offered + floor(5e6 * speed), 4e15))
-    local version = max(before + 1, now)
+    local since, version = now, max(before + 1, now)
+    if plain and idle and level >= brim then since = min(max(at + floor(max(brim - was, 0) / speed), now - LAG), now) end
     if look then -- it knows nothing of what is outstanding: time passes with the next fold
       call('HSET', key, 'v', format('%d', version))
       out[k + 1] = {level, version, lost, demands, rate, burst}
     else
-      set[n + 1], set[n + 2] = 'l', format('%d', level)
-      n = n + 2
+      set[n + 1], set[n + 2], set[n + 3], set[n + 4] = 'l', format('%d', level), 't', since == now and stamp or format('%d', since)
+      n = n + 4
       if demands ~= d then
         set[n + 1], set[n + 2] = 'd', demands
         n = n + 2
@@ -195,7 +199,7 @@ for k = 1, #KEYS do
         set[n + 1], set[n + 2] = 'f', format('%d', frac)
         n = n + 2
       end
-      if version > now then
+      if version > since then
         set[n + 1], set[n + 2] = 'v', format('%d', version)
         n = n + 2
       end
