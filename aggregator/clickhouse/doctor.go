@@ -99,7 +99,7 @@ func (s *Store) fading(ctx context.Context) ([]string, error) {
 	var out []string
 	err := s.each(ctx, "SELECT name, create_table_query FROM system.tables WHERE database = currentDatabase() AND name IN {names:Array(String)} AND create_table_query LIKE '% TTL %' ORDER BY name",
 		func(name, create string) {
-			columns, engine, _ := strings.Cut(create, ") ENGINE = ")
+			columns, engine, _ := strings.Cut(uncommented(create), ") ENGINE = ")
 			for _, m := range columnTTL.FindAllStringSubmatch(columns, -1) {
 				out = append(out, fmt.Sprintf("column %s of table %s has TTL %s: what it holds is lost by age: ALTER TABLE %s MODIFY COLUMN %s REMOVE TTL", m[1], name, m[2], name, m[1]))
 			}

@@ -160,10 +160,13 @@ func (s *Store) remade(ctx context.Context) (t time.Time, err error) {
 	return t, err
 }
 
+// aType is a type of ClickHouse, three parentheses deep.
+const aType = `\w+(?:\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\))?`
+
 // added finds the definition of the column that a statement adds, less its name, and its type; columnType finds the type alone, where it begins.
 var (
-	added      = regexp.MustCompile(`(?m)^ALTER TABLE \w+ ADD COLUMN IF NOT EXISTS \w+ +((\w+(?:\(.*?\)+)?).*?)(?: FIRST| AFTER \w+)?$`)
-	columnType = regexp.MustCompile(`^\w+(?:\(.*?\)+)?`)
+	added      = regexp.MustCompile(`(?m)^ALTER TABLE \w+ ADD COLUMN IF NOT EXISTS \w+ +((` + aType + `).*?)(?: FIRST| AFTER \w+)?$`)
+	columnType = regexp.MustCompile("^" + aType)
 )
 
 // flaw is something that is there, and not as these migrations have made it.
@@ -173,11 +176,16 @@ type flaw struct {
 	cure string // of a view, which holds nothing: makes it what it was. Else empty
 }
 
+var comment = regexp.MustCompile(` COMMENT '(?:[^'\\]|\\.|'')*'`)
+
+// uncommented is a CREATE statement, as the server tells it, without comments, which are anybody's.
+func uncommented(create string) string { return comment.ReplaceAllString(create, "") }
+
 // look says which of all migrations' things are not there, and which are not as they were made, as far as they are applied. What a newer
 // weir may have changed is not judged. Errors are the driver's.
 func (s *Store) look(ctx context.Context, all []migration, applied map[uint32]string) (lacking []object, flaws []flaw, err error) {
 	creates := map[string]string{}
-	if err := s.each(ctx, "SELECT name, create_table_query FROM system.tables WHERE database = currentDatabase()", func(name, create string) { creates[name] = create }); err != nil {
+	if err := s.each(ctx, "SELECT name, create_table_query FROM system.tables WHERE database = currentDatabase()", func(name, create string) { creates[name] = uncommented(create) }); err != nil {
 		return nil, nil, err
 	}
 	for _, m := range all {
@@ -240,7 +248,6 @@ func (s *Store) otherView(ctx context.Context, o object, create, sql string) (*f
 	split := func(text string) (head, query string) {
 		db := s.opt.Auth.Database
 		head, query, _ = strings.Cut(strings.NewReplacer("`"+db+"`.", "", db+".", "").Replace(text), " AS SELECT ")
-		query, _, _ = strings.Cut(query, " COMMENT '")
 		return incidental.ReplaceAllString(head, ""), query
 	}
 	isHead, isQuery := split(is)

@@ -589,6 +589,18 @@ func TestWhatIsNotAsItWasMade(t *testing.T) {
 		t.Errorf("a cost of %d is to be invoiced, want %d", n, 40*seq+7)
 	}
 
+	// Comments are anybody's.
+	for _, sql := range []string{"ALTER TABLE corrected_1h MODIFY COMMENT 'it\\'s mine'", "ALTER TABLE usage_1d_mv MODIFY COMMENT 'mine'", "ALTER TABLE usage MODIFY COMMENT 'kept: TTL of 5 years'",
+		"ALTER TABLE usage COMMENT COLUMN gateway 'no TTL here'", "ALTER TABLE corrections COMMENT COLUMN route 'before `allowed` UInt8, said it''s TTL'"} {
+		run(t, s, sql)
+	}
+	if lines := s.Problems(t.Context()); len(lines) != 0 {
+		t.Errorf("problems with comments: %q", lines)
+	}
+	if said, err := migrate(); err != nil || said != "the schema is at 11" {
+		t.Errorf("Migrate with comments = %v and says %q", err, said)
+	}
+
 	// A newer weir may have meant it.
 	run(t, s, "ALTER TABLE gateways MODIFY COLUMN sealed String")
 	run(t, s, "INSERT INTO schema_migrations (version, name, checksum) VALUES (12, '0012_future', 'x')")
