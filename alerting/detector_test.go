@@ -950,6 +950,22 @@ func TestAnomalyFollows(t *testing.T) {
 }
 
 // A tenant costs less than a kilobyte, and there are no more of them than allowed.
+// TestRequestsOfOneMoment: a report that does not say over which time its requests were made counts them in the second that it came in.
+func TestRequestsOfOneMoment(t *testing.T) {
+	at := time.Unix(1_800_000_000, 250_000_000).UnixNano()
+	for _, span := range []int64{0, 1, second / 2, 3 * second} {
+		var c tenant
+		c.add(85, at-span, at)
+		var sum uint32
+		for _, n := range c.counts {
+			sum += n
+		}
+		if now := c.counts[uint64(at/second)%window]; sum != 85 || span < second/4 && now != 85 {
+			t.Errorf("85 requests over %v make %d, %d of them in this second", time.Duration(span), sum, now)
+		}
+	}
+}
+
 func TestTenantsAreBounded(t *testing.T) {
 	const most = 20_000
 	w := newWorld(t, Config{MaxTenants: most}, "g1")

@@ -192,10 +192,13 @@ func (t *tenant) add(n uint64, from, to int64) {
 	oldest := max(from/second, t.head-window+1)
 	// What came before the window is not counted; the rest is rounded so that its sum is right.
 	upTo := func(at int64) uint64 {
-		if at >= to {
+		switch {
+		case at >= to:
 			return n
+		case at <= from:
+			return 0
 		}
-		return uint64(float64(n) * float64(max(at-from, 0)) / float64(to-from))
+		return uint64(float64(n) * float64(at-from) / float64(to-from))
 	}
 	for s := oldest; s <= newest; s++ {
 		c := &t.counts[uint64(s)%window]
