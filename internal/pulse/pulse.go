@@ -3,6 +3,7 @@ package pulse
 
 import (
 	"context"
+	"errors"
 	"log/slog"
 	"sync"
 	"time"
@@ -13,7 +14,7 @@ import (
 // Pulse is how a server is asked. A zero field means its default.
 type Pulse struct {
 	Server string                          // its name, for the log; required
-	Ask    func(ctx context.Context) error // asks it something that costs little; required
+	Ask    func(ctx context.Context) error // asks it something that costs little, or says ErrTold; required
 	Raised prometheus.Gauge                // raised by one while it is not well; may be nil
 	Log    *slog.Logger                    // required
 
@@ -26,6 +27,9 @@ type Pulse struct {
 	since    time.Time  // it was not well; zero while it is
 	answered time.Time  // when it answered last, in time or late
 }
+
+// ErrTold says that the server is away, which somebody else tells of: it is not asked, and no more is said of it here.
+var ErrTold = errors.New("told elsewhere")
 
 // Away is how long the server has not been well, 0 while it is. It may be called from any goroutine.
 func (p *Pulse) Away() time.Duration {
@@ -66,6 +70,9 @@ func (p *Pulse) Run(ctx context.Context) error {
 		err := p.ask(ctx, asked)
 		switch now := time.Now(); {
 		case ctx.Err() != nil:
+		case errors.Is(err, ErrTold):
+			healthy = time.Time{}
+			p.stop()
 		case err != nil || now.Sub(asked) >= p.Late:
 			healthy = time.Time{}
 			p.set(asked, err)

@@ -18,7 +18,7 @@ import (
 func TestPulse(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var log bytes.Buffer
-		var hangs, refuses atomic.Bool
+		var hangs, refuses, told atomic.Bool
 		raised := prometheus.NewGauge(prometheus.GaugeOpts{Name: "raised"})
 		p := &Pulse{Server: "x", Raised: raised, Log: slog.New(slog.NewTextHandler(&log, nil)), Ask: func(ctx context.Context) error {
 			for hangs.Load() {
@@ -27,6 +27,9 @@ func TestPulse(t *testing.T) {
 					return ctx.Err()
 				case <-time.After(time.Millisecond):
 				}
+			}
+			if told.Load() {
+				return ErrTold
 			}
 			if refuses.Load() {
 				return errors.New("refused")
@@ -78,15 +81,20 @@ func TestPulse(t *testing.T) {
 			refuses.Store(true)
 			time.Sleep(600 * time.Millisecond)
 		}
+		told.Store(true)
+		time.Sleep(2 * time.Second)
+		want("somebody else's matter", 0)
+		told.Store(false)
 		hangs.Store(true)
 		time.Sleep(time.Second)
+		want("hangs when it is back", 1)
 		cancel()
 		if err := <-done; err != nil {
 			t.Error(err)
 		}
 		want("stopped", 0)
 		if n := bytes.Count(log.Bytes(), []byte("well again")); n != 3 {
-			t.Errorf("told %d times that it is well again, want 3: not of a server that hung when nobody asked any more", n)
+			t.Errorf("told %d times that it is well again, want 3: not of a server that hung when nobody asked any more, or that is away", n)
 		}
 	})
 }

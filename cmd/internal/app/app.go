@@ -83,7 +83,12 @@ func Connect(ctx context.Context, address, name string, must bool, m *Metrics, s
 		return nil
 	})
 	stack.Go("pulse of NATS", (&pulse.Pulse{Server: "NATS", Raised: m.nats.Degraded, Log: log,
-		Ask: func(ctx context.Context) error { return natsx.Ask(ctx, nc) }}).Run)
+		Ask: func(ctx context.Context) error {
+			if !nc.IsConnected() { // the connection has said so
+				return pulse.ErrTold
+			}
+			return natsx.Ask(ctx, nc)
+		}}).Run)
 	return nc, nil
 }
 
