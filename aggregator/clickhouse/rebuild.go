@@ -251,7 +251,7 @@ func (b *rebuild) vouched(t rollup, g Gap, others map[Gap]Gap, like func(Gap) bo
 		grain := max(t.grain, o.grain)
 		place := g.place()
 		place.Rollup, place.Time = o.name, g.Time.Truncate(grain)
-		if other := others[place]; o != t && like(other) && !(b.explained(g, t.grain) && b.explained(other, grain)) {
+		if other := others[place]; o != t && like(other) && (!b.explained(g, t.grain) || !b.explained(other, grain)) {
 			return true
 		}
 	}
