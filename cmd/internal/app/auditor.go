@@ -20,6 +20,7 @@ const (
 	auditRetry  = time.Minute
 	auditPast   = 24 * time.Hour      // closed hours that are looked at each time
 	auditOldest = 30 * 24 * time.Hour // an hour that fires is looked at for so long: without its heartbeats it would seem to add up
+	auditLooks  = 3                   // while reports of closed hours are on their way
 )
 
 // auditor reconciles the closed hours once an hour, by the gateways' heartbeats, for their journals are out of its reach, and says in the
@@ -28,10 +29,11 @@ type auditor struct {
 	reconcile func(ctx context.Context, from, to time.Time) (Reconciliation, error)
 	alerts    *bulletin
 	log       *slog.Logger
+	pause     time.Duration // between looks
 }
 
 func newAuditor(js natsjs.JetStream, log *slog.Logger, reconcile func(ctx context.Context, from, to time.Time) (Reconciliation, error)) *auditor {
-	return &auditor{reconcile: reconcile, alerts: newBulletin(js, AlertReconciliation, schemas.SeverityCritical, log), log: log}
+	return &auditor{reconcile: reconcile, alerts: newBulletin(js, AlertReconciliation, schemas.SeverityCritical, log), log: log, pause: settling}
 }
 
 // run audits until ctx is done.
@@ -70,15 +72,9 @@ func (a *auditor) audit(ctx context.Context, now time.Time) error {
 			from = hour
 		}
 	}
-	r, err := a.reconcile(ctx, from, to)
+	wrong, err := a.wrong(ctx, from, to)
 	if err != nil {
-		return fmt.Errorf("reconcile the hours from %s: %w", from.Format(time.RFC3339), err)
-	}
-	wrong := map[time.Time][]Difference{}
-	for _, d := range r.Differences {
-		if hour := d.Hour.UTC(); hour.Before(to) && (d.Between != "redis" || d.Cause != CauseInFlight) {
-			wrong[hour] = append(wrong[hour], d)
-		}
+		return err
 	}
 	for hour := from; hour.Before(to); hour = hour.Add(time.Hour) {
 		was, fires := a.alerts.firing[auditKey(hour)]
@@ -102,6 +98,31 @@ func (a *auditor) audit(ctx context.Context, now time.Time) error {
 		}
 	}
 	return nil
+}
+
+// wrong is what differs, by closed hour. What is on its way has time to arrive: a gateway that comes back may bring old hours just now.
+func (a *auditor) wrong(ctx context.Context, from, to time.Time) (map[time.Time][]Difference, error) {
+	for look := 1; ; look++ {
+		r, err := a.reconcile(ctx, from, to)
+		if err != nil {
+			return nil, fmt.Errorf("reconcile the hours from %s: %w", from.Format(time.RFC3339), err)
+		}
+		wrong, moving := map[time.Time][]Difference{}, false
+		for _, d := range r.Differences {
+			if hour := d.Hour.UTC(); hour.Before(to) && (d.Between != "redis" || d.Cause != CauseInFlight) {
+				wrong[hour] = append(wrong[hour], d)
+				moving = moving || d.Cause == CauseInFlight
+			}
+		}
+		if !moving || look == auditLooks {
+			return wrong, nil
+		}
+		select {
+		case <-ctx.Done():
+			return nil, ctx.Err()
+		case <-time.After(a.pause):
+		}
+	}
 }
 
 const auditPrefix = AlertReconciliation + "/"

@@ -767,6 +767,23 @@ func TestAuditorTellsOnce(t *testing.T) {
 	}
 	audit(one, now)
 	want(2, "and told once")
+
+	one.pause = 0
+	arrives := 0 // with this look
+	one.reconcile = func(context.Context, time.Time, time.Time) (Reconciliation, error) {
+		if arrives--; arrives <= 0 {
+			return Reconciliation{}, nil
+		}
+		return Reconciliation{Differences: []Difference{{Between: "reports", Cause: CauseInFlight, Gateway: "gw", Hour: bad, Want: 5}}}, nil
+	}
+	arrives = auditLooks
+	audit(one, now)
+	want(2, "a report that was on its way, and arrived")
+	arrives = auditLooks + 1
+	audit(one, now.Add(time.Minute))
+	if a := want(3, "a report that is on its way for long"); a.Type != schemas.AlertFiring || !strings.Contains(a.Summary, "1 in flight") {
+		t.Errorf("alert = %+v", a)
+	}
 }
 
 // What gets worse while it fires is told once more, by whoever sees it first, and reaches on-call as news of its own; what stays or gets
@@ -834,6 +851,7 @@ func TestAuditorTellsWhatGetsWorse(t *testing.T) {
 		differences = step.are
 		at := now.Add(time.Duration(i) * time.Hour)
 		for _, a := range []*auditor{one, two, newAuditor(js, log, reconcile)} {
+			a.pause = 0
 			if err := a.audit(t.Context(), at); err != nil {
 				t.Fatal(err)
 			}
