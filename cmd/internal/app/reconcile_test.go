@@ -777,10 +777,10 @@ func TestAuditorTellsOnce(t *testing.T) {
 		return Reconciliation{Differences: []Difference{{Between: "reports", Cause: CauseInFlight, Gateway: "gw", Hour: bad, Want: 5}}}, nil
 	}
 	arrives = auditLooks
-	audit(one, now)
+	audit(one, now.Add(time.Minute))
 	want(2, "a report that was on its way, and arrived")
 	arrives = auditLooks + 1
-	audit(one, now.Add(time.Minute))
+	audit(one, now.Add(2*time.Minute))
 	if a := want(3, "a report that is on its way for long"); a.Type != schemas.AlertFiring || !strings.Contains(a.Summary, "1 in flight") {
 		t.Errorf("alert = %+v", a)
 	}
