@@ -53,7 +53,7 @@ func liveModes(rivals bool) []liveMode {
 
 // liveFor is how much of each scenario runs in real time. The others need a world in which everything can be bent.
 var liveFor = map[string]int{
-	"steady-skew": 10, "steady-skew-light": 10, "steady-skew-2": 10, "step": 35, "moving-hotspot": 12, "flash-crowd": 14,
+	"steady-skew": 10, "steady-skew-light": 10, "steady-skew-2": 10, "step": 35, "moving-hotspot": 30, "flash-crowd": 14,
 	"join-leave": 35, "centre-down": 26, "redis-down": 26, "tiny": 60,
 }
 
