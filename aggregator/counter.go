@@ -68,6 +68,12 @@ type Level struct{ Micros, At int64 }
 // Bounds are those of a level, in millionths of a token.
 type Bounds struct{ LeastMicros, MostMicros int64 }
 
+// Plain says that nothing but the limit and uses is said of the key. Only what a plain key's full bucket would have earned meanwhile, up to
+// LagMax, pays for use that one gateway tells after others have told of none.
+func (f *Fold) Plain() bool {
+	return !f.Grants && f.Outstanding <= 0 && f.Offered <= 0 && f.Bounds == nil && !f.Strict && f.Last == nil
+}
+
 // Lag is how long what a fold charges was in use: what was refilled meanwhile paid for it.
 func (f *Fold) Lag() time.Duration {
 	lag := time.Duration(0)
@@ -92,7 +98,7 @@ type Use struct {
 	DemandNanos int64         // tokens taken and refused, in billionths per second: the mean over Span; 0 leaves the gateway's demand as it is
 	SureNanos   int64         // as much of it as is not chance
 	Span        time.Duration // that these reports look back on
-	Lag         time.Duration // the same, but of each report no more than lagMax: use may have been at the end of a long one
+	Lag         time.Duration // the same, but of each report no more than LagMax: use may have been at the end of a long one
 	Window      time.Duration // how long this demand holds: what the newest report looks back on, and a little
 
 	// By the newest report, and not for the counter:
@@ -124,6 +130,9 @@ const (
 	MaxRateNanos = 1_000_000_000 * 1_000_000_000 // a billion tokens per second
 )
 
+// LagMax bounds the Lag of one report: a bucket that is much used is reported more often than this.
+const LagMax = 150 * time.Millisecond
+
 // Timing of demand. A gateway reports a pressed key every tenth of a second: when it ceases to, its load has gone elsewhere.
 const (
 	demandGrace    = 50 * time.Millisecond  // a demand holds for its report's window and this …
@@ -131,7 +140,6 @@ const (
 	demandForgets  = 20 * demandHalfLife    // … and after this it is none
 	demandBlend    = 200 * time.Millisecond // a mean over this long counts as much as what was known before
 	demandHoldMax  = 10 * time.Second       // of a longer window
-	lagMax         = 150 * time.Millisecond // a bucket that is much used is reported more often than this
 	demandSpanMin  = 10 * time.Millisecond  // a shorter window says nothing of a rate
 	demandSpanMax  = 24 * time.Hour         // a longer one says no more
 	demandSpanNone = time.Second            // for a report that does not tell its window
@@ -211,7 +219,7 @@ func (f *Fold) add(r *schemas.Report, t *schemas.Tokens, age, late time.Duration
 	u.asked, u.taken = min(u.asked+t.Taken+t.Refused, schemas.MaxCount), min(u.taken+t.Taken, schemas.MaxCount)
 	if t.Window > 0 {
 		u.Span = min(u.Span+min(t.Window, demandSpanMax), demandSpanMax)
-		u.Lag += min(t.Window, lagMax)
+		u.Lag += min(t.Window, LagMax)
 	} else {
 		u.Span = min(u.Span+demandSpanNone, demandSpanMax)
 	}

@@ -30,8 +30,6 @@ func NewMemory() *Memory {
 
 var _ aggregator.Counter = (*Memory)(nil)
 
-const lagMax = 150_000 // µs; no report's use counts for longer
-
 type incarnation struct {
 	gateway, boot string
 	number        uint32
@@ -159,9 +157,8 @@ func (m *Memory) fold(f *aggregator.Fold, now int64) aggregator.KeyState {
 		b.level = max(min(b.level, f.Bounds.MostMicros), min(f.Bounds.LeastMicros, brim))
 	}
 	speed := float64(limit.RateNanos/1e9) + float64(limit.RateNanos%1e9)/1e9
-	plain := !f.Grants && f.Outstanding <= 0 && f.Offered <= 0 && f.Bounds == nil && !f.Strict && f.Last == nil
-	if plain && idle && b.level >= brim { // what it earns beyond its brim pays for what is told later
-		b.at = min(max(was.at+int64(math.Floor(float64(max(brim-was.level, 0))/speed)), now-lagMax), now)
+	if f.Plain() && idle && b.level >= brim { // what it earns beyond its brim pays for what is told later
+		b.at = min(max(was.at+int64(math.Floor(float64(max(brim-was.level, 0))/speed)), now-aggregator.LagMax.Microseconds()), now)
 	}
 	b.level = max(b.level, -int64(math.Min(float64(brim+min(max(f.Offered, 0), aggregator.MaxBurst)*1e6)+math.Floor(5e6*speed), 4e15)))
 	b.version = max(b.version+1, now)

@@ -285,8 +285,12 @@ func (s *Store) flawed(lacking []object, flaws []flaw) error {
 	if says == nil {
 		return nil
 	}
-	return &Error{Kind: ErrSchemaIncomplete, Err: ErrSchemaIncomplete, Line: fmt.Sprintf("ClickHouse at %s: the schema in database %q %s",
-		strings.Join(s.opt.Addr, ","), s.opt.Auth.Database, strings.Join(says, ", and "))}
+	return &Error{Kind: ErrSchemaIncomplete, Err: ErrSchemaIncomplete, Line: s.schemaAt() + " " + strings.Join(says, ", and ")}
+}
+
+// schemaAt begins what is said of the schema.
+func (s *Store) schemaAt() string {
+	return fmt.Sprintf("ClickHouse at %s: the schema in database %q", strings.Join(s.opt.Addr, ","), s.opt.Auth.Database)
 }
 
 const migrationsTable = `CREATE TABLE IF NOT EXISTS schema_migrations
@@ -447,7 +451,7 @@ func (s *Store) Check(ctx context.Context) error {
 	if err != nil {
 		return s.explain("check the schema", err)
 	}
-	at := fmt.Sprintf("ClickHouse at %s: the schema in database %q", strings.Join(s.opt.Addr, ","), s.opt.Auth.Database)
+	at := s.schemaAt()
 	for _, m := range all {
 		switch sum, ok := applied[m.version]; {
 		case !ok:

@@ -355,7 +355,7 @@ func (c *Counter) args(folds []aggregator.Fold) []any {
 
 // seldom is what few folds have to say.
 func seldom(f *aggregator.Fold) string {
-	if !f.Grants && f.Outstanding <= 0 && f.Offered <= 0 && f.Bounds == nil && !f.Strict && f.Last == nil {
+	if f.Plain() {
 		return ""
 	}
 	least, most, begin := "-", "-", "- -"

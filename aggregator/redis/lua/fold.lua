@@ -15,7 +15,7 @@
 --        it fell; the total is the sum of the marks. Only the version moves.
 --
 -- Fields: r b limit · l level, may be negative (debt) · f billionths of a µtoken earned and not yet credited, so that slow rates lose
--- nothing (absent: 0) · t µs of the last refill; of a full bucket of which nothing seldom is said, since when it is full, but at most LAG ago:
+-- nothing (absent: 0) · t µs of the last refill; of a full bucket of which nothing seldom is said, since when it is full, but at most LAG (aggregator.LagMax) ago:
 -- what it would have earned pays for use that one gateway tells after others have told of none · v version, where it is ahead of t · n total (HINCRBY: it may pass 2^53)
 -- x µs when it expires
 -- d demands ";GATEWAY demand until since;…" · c:GATEWAY:BOOT:INCARNATION mark "cum seq", and since when unused if pruning saw it.

@@ -8,32 +8,18 @@ import (
 	"testing"
 	"time"
 
-	natsjs "github.com/nats-io/nats.go/jetstream"
 	"github.com/prometheus/client_golang/prometheus/testutil"
 
 	"github.com/weirhq/weir/aggregator/clickhouse"
 	"github.com/weirhq/weir/internal/embedded/embeddedtest"
-	"github.com/weirhq/weir/internal/run"
 	"github.com/weirhq/weir/schemas"
 )
 
 // TestOvershootIsTold goes from what two gateways report, through the history and the table accuracy, to the metric and the
 // alert: once, when it lasts, and its end.
 func TestOvershootIsTold(t *testing.T) {
-	var stack run.Stack
-	t.Cleanup(func() { _ = stack.Stop(StopTimeout) })
 	log := slog.New(slog.DiscardHandler)
-	nc, err := Connect(t.Context(), embeddedtest.NATS(t).URL(), "test", true, NewMetrics(), &stack, log)
-	if err != nil {
-		t.Fatal(err)
-	}
-	js, err := natsjs.New(nc)
-	if err != nil {
-		t.Fatal(err)
-	}
-	if _, err := NewAlerter(t.Context(), AlerterConfig{}, nc, NewMetrics(), &stack, log); err != nil { // which must leave it alone
-		t.Fatal(err)
-	}
+	js, stack := besideAlerter(t, AlerterConfig{}, log)
 	store, err := clickhouse.Open(embeddedtest.ClickHouse(t).URL(), log)
 	if err != nil {
 		t.Fatal(err)

@@ -699,13 +699,12 @@ func (c *centre) becomesLike(want string) {
 	c.t.Errorf("differences are %+v, want %q among them", r.Differences, want)
 }
 
-// An hour that does not add up fires once, whoever looks and however often, and is resolved when it does.
-func TestAuditorTellsOnce(t *testing.T) {
-	srv := embeddedtest.NATS(t)
+// besideAlerter is a NATS with an alerter of its own, which must leave the alerts of others alone, and what stops with it at the end of the test.
+func besideAlerter(t *testing.T, cfg AlerterConfig, log *slog.Logger) (natsjs.JetStream, *run.Stack) {
+	t.Helper()
 	var stack run.Stack
 	t.Cleanup(func() { _ = stack.Stop(StopTimeout) })
-	log := slog.New(slog.DiscardHandler)
-	nc, err := Connect(t.Context(), srv.URL(), "test", true, NewMetrics(), &stack, log)
+	nc, err := Connect(t.Context(), embeddedtest.NATS(t).URL(), "test", true, NewMetrics(), &stack, log)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -713,9 +712,16 @@ func TestAuditorTellsOnce(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if _, err := NewAlerter(t.Context(), AlerterConfig{}, nc, NewMetrics(), &stack, log); err != nil { // which must leave it alone
+	if _, err := NewAlerter(t.Context(), cfg, nc, NewMetrics(), &stack, log); err != nil {
 		t.Fatal(err)
 	}
+	return js, &stack
+}
+
+// An hour that does not add up fires once, whoever looks and however often, and is resolved when it does.
+func TestAuditorTellsOnce(t *testing.T) {
+	log := slog.New(slog.DiscardHandler)
+	js, _ := besideAlerter(t, AlerterConfig{}, log)
 	now := time.Date(2026, 11, 29, 12, 6, 0, 0, time.UTC)
 	bad := now.Truncate(time.Hour).Add(-2 * time.Hour)
 	var differences []Difference
@@ -789,18 +795,7 @@ func TestAuditorTellsOnce(t *testing.T) {
 // What gets worse while it fires is told once more, by whoever sees it first, and reaches on-call as news of its own; what stays or gets
 // better is not.
 func TestAuditorTellsWhatGetsWorse(t *testing.T) {
-	srv := embeddedtest.NATS(t)
-	var stack run.Stack
-	t.Cleanup(func() { _ = stack.Stop(StopTimeout) })
 	log := slog.New(slog.DiscardHandler)
-	nc, err := Connect(t.Context(), srv.URL(), "test", true, NewMetrics(), &stack, log)
-	if err != nil {
-		t.Fatal(err)
-	}
-	js, err := natsjs.New(nc)
-	if err != nil {
-		t.Fatal(err)
-	}
 	type news struct {
 		id, kind, key string
 		value         float64
@@ -816,9 +811,7 @@ func TestAuditorTellsWhatGetsWorse(t *testing.T) {
 		onCall <- news{r.Header.Get("webhook-id"), a.Type, a.DedupKey, a.Value}
 	}))
 	t.Cleanup(hook.Close)
-	if _, err := NewAlerter(t.Context(), AlerterConfig{Webhook: conf.Secret(hook.URL)}, nc, NewMetrics(), &stack, log); err != nil {
-		t.Fatal(err)
-	}
+	js, _ := besideAlerter(t, AlerterConfig{Webhook: conf.Secret(hook.URL)}, log)
 	now := time.Date(2026, 11, 29, 12, 6, 0, 0, time.UTC)
 	hour := now.Truncate(time.Hour).Add(-2 * time.Hour)
 	var differences []Difference
